@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain data that the core takes and gives. No behaviour beyond arithmetic on its own fields.
+
+Units: times are integer nanoseconds of one monotonic clock (``*_ns``), sizes are bytes (``*_bytes``), positions are
+tokens from the start of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+# ---- identity -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceIdentity:
+    """What an engine says once about its KV data. Equal identities (and LoRA, and salt) share data; unequal never."""
+
+    model: str
+    revision: str
+    kv_dtype: str
+    kv_world_size: int
+    hash_algorithm: str
+    stored_form: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRef:
+    """Names a space in a request: the identity's digest, the LoRA adapter, the tenant's salt."""
+
+    space_base: bytes
+    lora: str = ""
+    cache_salt: str = ""
+
+
+class Priority(IntEnum):
+    """Eviction class; lower goes first."""
+
+    LOW = 0
+    NORMAL = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What one request wants beyond the default."""
+
+    no_store: bool = False
+    no_lookup: bool = False
+    retention_ns: int = 0
+    priority: Priority = Priority.NORMAL
+
+
+DEFAULT_POLICY = Policy()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKeys:
+    """Keys of consecutive full chunks; ``keys[0]`` belongs to chunk ``first_chunk``. ``num_tokens`` is the prompt's length."""
+
+    keys: Sequence[bytes]
+    num_tokens: int
+    first_chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Half-open range of token positions."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who may read an object once under a lease."""
+
+    kv_rank: int
+    tp_rank: int
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """Paging of one KV group: ``block_bytes`` is what one block of all its layers and planes holds."""
+
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the core knows of a layout: enough to count blocks and bytes, nothing of strides."""
+
+    groups: tuple[GroupGeometry, ...]
+
+    def object_bytes(self, chunk_tokens: int) -> int:
+        return sum(chunk_tokens // g.block_size * g.block_bytes for g in self.groups)
+
+    @property
+    def block_size(self) -> int:
+        """Alignment of token ranges: the largest block size of the groups."""
+        return max(g.block_size for g in self.groups)
+
+
+Extent = tuple[int, int]
+"""(offset, length) in the arena, in bytes."""
+
+
+# ---- sessions -------------------------------------------------------------------------------------------------------
+
+
+class Role(Enum):
+    """What a client does in its engine."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A worker's shared memory, as far as the core is concerned. ``mapping_id`` names it to whoever mapped it."""
+
+    engine_id: str
+    identity: SpaceIdentity
+    kv_rank: int
+    tp_rank: int
+    tp_size: int
+    kv_tp_size: int
+    geometry: Geometry
+    memory_bytes: int
+    mapping_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Answer to a registration. ``changed`` is False when the same one was already there (the new mapping is not used)."""
+
+    space_base: bytes
+    registration_epoch: int
+    object_bytes: int
+    changed: bool
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LookupCommand:
+    """A lookup with its keys already made. ``job_id`` is 16 random bytes, used only if a new job is recorded."""
+
+    engine_id: str
+    request_id: str
+    attempt: int
+    space: SpaceRef
+    content: ChunkKeys
+    tp_size: int
+    job_id: bytes
+    kv_ranks: tuple[int, ...] = ()
+    prefetch_wait_ns: int = 0
+    policy: Policy = DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCommand:
+    """A store with its keys already made. ``blocks[g]`` are the block ids of group g covering ``range``."""
+
+    engine_id: str
+    call_id: int
+    space: SpaceRef
+    content: ChunkKeys
+    range: TokenRange
+    blocks: tuple[Sequence[int], ...]
+    policy: Policy = DEFAULT_POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveCommand:
+    """A retrieve under a job. ``blocks[g][0]`` is the block of ``range.start``."""
+
+    engine_id: str
+    call_id: int
+    job_id: bytes
+    range: TokenRange
+    blocks: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCommand:
+    """Gives pins back: all chunks (``range`` None) or those wholly inside; all readers (empty) or those named."""
+
+    engine_id: str
+    job_id: bytes
+    tp_size: int
+    range: TokenRange | None = None
+    readers: tuple[Reader, ...] = ()
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+class ChunkOutcome(Enum):
+    """What became of a chunk. The values are the protocol's names without their prefix."""
+
+    STORED = "STORED"
+    RESIDENT = "RESIDENT"
+    BEING_WRITTEN = "BEING_WRITTEN"
+    REFUSED = "REFUSED"
+    LOADED = "LOADED"
+    MISSING = "MISSING"
+    FAILED = "FAILED"
+    TORN = "TORN"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """The outcome of ``count`` consecutive chunks from ``first_chunk`` on."""
+
+    first_chunk: int
+    count: int
+    outcome: ChunkOutcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """State of a lookup. While not ``done`` the other fields are unset."""
+
+    done: bool
+    hit_tokens: int = 0
+    pinned: bool = False
+    hit_chunks_by_tier: dict[str, int] = field(default_factory=dict[str, int])
+    limited_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """``job_id`` is empty when the answer is final with no hit."""
+
+    job_id: bytes
+    status: PrefetchStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Effect of Clear or BumpGeneration."""
+
+    removed_chunks: int
+    still_pinned_chunks: int
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Effect of EndRequest."""
+
+    ended_jobs: int
+    released_pins: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Effect of Pin."""
+
+    pin_id: bytes
+    pinned_tokens: int
+
+
+# ---- work for the hands (the outbox) --------------------------------------------------------------------------------
+
+
+class Direction(Enum):
+    """Of a copy."""
+
+    STORE = "store"
+    RETRIEVE = "retrieve"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a slice: bytes ``span`` of the object in ``extents``, whose blocks ``first_block`` .. are ``block_ids`` per group.
+
+    ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i`` of the
+    chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger than a slice.
+    """
+
+    chunk: int
+    extents: tuple[Extent, ...]
+    span: tuple[int, int]
+    first_block: tuple[int, ...]
+    block_ids: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSlice:
+    """Copy these pieces, in order, stop at the first failure, then report ``slice_done(slice_id, …)``."""
+
+    slice_id: int
+    client_id: str
+    mapping_id: int
+    call_id: int
+    direction: Direction
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceReport:
+    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and whether the
+    failing piece had begun (``torn``)."""
+
+    completed: int
+    reason: str = ""
+    torn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A store or retrieve has its results; wake whoever waits for it. ``revoked`` when it was fenced or cancelled."""
+
+    client_id: str
+    call_id: int
+    results: tuple[ChunkResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTiers:
+    """Ask the tiers, in order, which of these objects they have; report ``probe_done(probe_id, tier name or "" for each)``."""
+
+    probe_id: int
+    objects: tuple[ObjectName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTier:
+    """Read one object from a tier into ``extents``; report ``read_done(read_id, ok)``."""
+
+    read_id: int
+    tier: str
+    object: ObjectName
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRead:
+    """Nobody wants this read any more; it still has to be reported when it has ended."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A pending lookup is final (or gone); wake whoever waits for it."""
+
+    job_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """No copy touches this mapping any more: unmap it."""
+
+    client_id: str
+    mapping_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A client is gone for good: its stream may close, its thread binding may go."""
+
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDraining:
+    """Tell this client that its engine is being taken out."""
+
+    client_id: str
+
+
+Action = RunSlice | CallEnded | ProbeTiers | ReadTier | CancelRead | JobDone | Unmap | SessionEnded | EngineDraining
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+MS = 1_000_000
+S = 1_000_000_000
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """Everything that is bounded. Defaults are the design's; sizes of shares are fractions of the arena."""
+
+    chunk_tokens: int = 256
+    page_bytes: int = 256 << 10
+    slice_bytes: int = 64 * MIB
+    lease_ns: int = 60 * S
+    record_ns: int = 600 * S
+    read_record_ns: int = 5 * S
+    """How long a job's record outlives its last reader."""
+    records_bytes: int = 64 * MIB
+    pin_share: float = 0.5
+    hold_share: float = 0.25
+    settling_share: float = 0.05
+    prefetch_share: float = 0.25
+    prefetch_wait_ns: int = 2 * S
+    jobs_per_engine: int = 4096
+    keys_per_call: int = 16384
+    victims_per_turn: int = 1024
+    clients: int = 256
+    calls_per_client: int = 4096
+    call_record_ns: int = 600 * S
+    reattach_grace_ns: int = 500 * MS
+    spaces: int = 65536
+    pins: int = 4096
+    """Operator pins (AdminService.Pin) at a time."""
