@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier is: it keeps objects below the arena, by name, and never hands out bytes that it cannot vouch for.
+
+Objects are self-describing (``kvgrpc.tiers.envelope``): ``read`` verifies name, length and checksum, so foreign, short or flipped bytes are
+faults, never data.
+
+Threads: all methods belong to one event loop and never block it. When ``read`` or ``write`` has ended (returned, raised, or was cancelled
+and has raised), nothing touches its buffers any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from kvgrpc.core.types import ObjectName
+
+
+class FaultReason(Enum):
+    """Why a tier could not serve. Closed list."""
+
+    MISSING = "MISSING"
+    SHORT = "SHORT"
+    FOREIGN = "FOREIGN"
+    CORRUPT = "CORRUPT"
+    IO = "IO"
+    TIMEOUT = "TIMEOUT"
+
+
+class TierFault(Exception):
+    """A read or write that failed, with one reason of the closed list."""
+
+    def __init__(self, reason: FaultReason, message: str) -> None:
+        super().__init__(f"{reason.value}: {message}")
+        self.reason = reason
+        self.message = message
+
+
+class TierMiss(TierFault):
+    """The object is not there. An answer, not a sign of ill health."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FaultReason.MISSING, message)
+
+
+class Tier(Protocol):
+    """Keeps objects by name."""
+
+    @property
+    def name(self) -> str:
+        """Short name in answers and metrics, e.g. "disk"."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """False while the tier should not be asked."""
+        ...
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        """For each name, whether ``read`` would probably find it. May be wrong either way. Raises TierFault (IO, TIMEOUT)."""
+        ...
+
+    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
+        """Fills ``into``, whose lengths add up to ``object.size_bytes``, with the object's bytes.
+
+        Raises TierMiss or TierFault; then ``into`` may hold anything.
+        """
+        ...
+
+    async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
+        """Keeps the object; once it has returned, ``read`` finds it. A write that fails leaves no readable object behind, except an earlier
+        whole one. Raises TierFault (IO, TIMEOUT)."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Forgets the object; harmless when it is not there. Raises TierFault (IO, TIMEOUT)."""
+        ...
+
+    async def usage(self) -> int:
+        """Bytes that the tier's objects take, headers included. Raises TierFault (IO, TIMEOUT)."""
+        ...
+
+    async def close(self) -> None:
+        """Gives everything back. No other method is called afterwards."""
+        ...

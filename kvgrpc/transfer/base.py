@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mover is: the hands that copy runs of bytes between an engine's memory and the arena.
+
+A mover decides nothing. It is told a slice, copies its pieces in order, stops at the first failure and reports. Revocation
+lies between slices and is the core's.
+
+Threads: ``map``, ``copy`` and ``unmap`` block and are called on the affinity thread of the mapping's client, never on the event loop.
+One mapping is used by one thread at a time; different mappings are used by different threads at once. ``close`` is called when
+no other call runs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvgrpc.api import Layout
+from kvgrpc.core.types import RunSlice, SliceReport
+
+# Reasons of a SliceReport that stopped early.
+MEMORY_TRUNCATED = "MEMORY_TRUNCATED"
+"""The engine's memory is shorter than it was at registration."""
+MEMORY_IO = "MEMORY_IO"
+"""The operating system refused to read or write the engine's memory."""
+
+
+class Mover(Protocol):
+    """Copies between mapped engine memory and the arena that it was built with."""
+
+    def map(self, mapping_id: int, layout: Layout) -> None:
+        """Opens and checks the memory of ``layout`` under a fresh id.
+
+        Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED; then nothing stays open.
+        """
+        ...
+
+    def copy(self, work: RunSlice) -> SliceReport:
+        """Copies the pieces in order, stops at the first failure.
+
+        Never raises for what the engine or the operating system does. ``torn`` is exact: True only if bytes of the failing piece had begun to
+        move. When it returns, nothing touches the slice's blocks or extents any more.
+        """
+        ...
+
+    def unmap(self, mapping_id: int) -> None:
+        """Closes the memory; no slice of it is running. Harmless for an id that is not mapped."""
+        ...
+
+    def close(self) -> None:
+        """Unmaps everything."""
+        ...
