@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache's interface: what one client can ask (CacheApi) and what an operator can ask (AdminApi).
 
-The driver implements both in process, the client implements both over gRPC, decorators wrap either; one conformance suite
-runs against all of them. Refusals are raised as ``kvgrpc.core.errors.Refusal``; a miss is an answer.
+The driver implements both in process, the client implements both over gRPC, decorators wrap either; one conformance
+suite runs against all of them. Refusals are raised as ``kvgrpc.core.errors.Refusal``; a miss is an answer.
 All methods are coroutines of one event loop; nothing here may be called from another thread.
 """
 
@@ -112,7 +112,7 @@ class BlockForm(Enum):
     """Whether the order of bytes inside a block is known."""
 
     OPAQUE = "OPAQUE"
-    TOKEN_MAJOR = "TOKEN_MAJOR"
+    TOKEN_MAJOR = "TOKEN_MAJOR"  # noqa: S105 - not a password
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class AttachEvent:
-    """What the server says on an Attach stream: first ``draining=False`` (the session is open), later ``draining=True``."""
+    """What the server says on an Attach stream: first the session is open, later perhaps ``draining``."""
 
     draining: bool
     server_epoch: bytes = b""

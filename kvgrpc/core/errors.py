@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Reason(Enum):
-    """Why a call was refused. The value is the ErrorInfo reason on the wire; ``kvgrpc/status.py`` maps each to one code."""
+    """Why a call was refused. The value is the ErrorInfo reason on the wire; ``kvgrpc/status.py`` maps it to a code."""
 
     # the request is wrong, whatever the state
     INVALID_FIELD = "INVALID_FIELD"
@@ -59,11 +59,11 @@ class Reason(Enum):
     INTERNAL = "INTERNAL"
 
 
-class Refusal(Exception):
+class Refusal(Exception):  # noqa: N818 - a refusal is an answer by name, not a fault
     """A call that is refused by name.
 
-    ``field`` names the request field at fault (for BadRequest), ``retry_after_ms`` says when trying again makes sense (for
-    RetryInfo), ``resource`` names what is missing or used up (for ResourceInfo).
+    ``field`` names the request field at fault (for BadRequest), ``retry_after_ms`` says when trying again makes sense
+    (for RetryInfo), ``resource`` names what is missing or used up (for ResourceInfo).
     """
 
     def __init__(

@@ -58,7 +58,7 @@ DEFAULT_POLICY = Policy()
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """Keys of consecutive full chunks; ``keys[0]`` belongs to chunk ``first_chunk``. ``num_tokens`` is the prompt's length."""
+    """Keys of consecutive full chunks from ``first_chunk`` on. ``num_tokens`` is the prompt's length."""
 
     keys: Sequence[bytes]
     num_tokens: int
@@ -139,7 +139,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Answer to a registration. ``changed`` is False when the same one was already there (the new mapping is not used)."""
+    """Answer to a registration. ``changed`` is False when the same one was there (the new mapping is not used)."""
 
     space_base: bytes
     registration_epoch: int
@@ -283,10 +283,11 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a slice: bytes ``span`` of the object in ``extents``, whose blocks ``first_block`` .. are ``block_ids`` per group.
+    """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
 
-    ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i`` of the
-    chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger than a slice.
+    ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i``
+    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger than
+    a slice.
     """
 
     chunk: int
@@ -310,8 +311,8 @@ class RunSlice:
 
 @dataclass(frozen=True, slots=True)
 class SliceReport:
-    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and whether the
-    failing piece had begun (``torn``)."""
+    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and
+    whether the failing piece had begun (``torn``)."""
 
     completed: int
     reason: str = ""
@@ -320,7 +321,7 @@ class SliceReport:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """A store or retrieve has its results; wake whoever waits for it. ``revoked`` when it was fenced or cancelled."""
+    """A store or retrieve has its results; wake whoever waits for it."""
 
     client_id: str
     call_id: int
@@ -337,7 +338,7 @@ class ObjectName:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTiers:
-    """Ask the tiers, in order, which of these objects they have; report ``probe_done(probe_id, tier name or "" for each)``."""
+    """Ask the tiers, in order, which of these objects they have; report ``probe_done(probe_id, tier or "" for each)``."""
 
     probe_id: int
     objects: tuple[ObjectName, ...]
