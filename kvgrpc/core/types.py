@@ -286,8 +286,8 @@ class Piece:
     """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
 
     ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i``
-    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger than
-    a slice.
+    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger
+    than a slice.
     """
 
     chunk: int
@@ -338,7 +338,7 @@ class ObjectName:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTiers:
-    """Ask the tiers, in order, which of these objects they have; report ``probe_done(probe_id, tier or "" for each)``."""
+    """Ask the tiers, in order, who has these objects; report ``probe_done(probe_id, tier or "" for each)``."""
 
     probe_id: int
     objects: tuple[ObjectName, ...]

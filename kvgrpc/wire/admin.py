@@ -79,12 +79,26 @@ def decode_server_status(message: pb.GetStatusResponse) -> api.ServerStatus:
     )
 
 
+def _encode_client(client: api.ClientStatus) -> pb.ClientStatus:
+    return pb.ClientStatus(
+        client_id=client.client_id,
+        role=client.role.value,
+        attached=client.attached,
+        registered=client.registered,
+        kv_rank=client.kv_rank,
+        tp_rank=client.tp_rank,
+        memory_bytes=client.memory_bytes,
+        calls_in_flight=client.calls_in_flight,
+        thread=client.thread,
+    )
+
+
 def encode_engines(engines: tuple[api.EngineStatus, ...]) -> pb.ListEnginesResponse:
     return pb.ListEnginesResponse(
         engines=[
             pb.EngineStatus(
                 engine=engine.engine,
-                clients=[pb.ClientStatus(**{**asdict(client), "role": client.role.value}) for client in engine.clients],
+                clients=[_encode_client(client) for client in engine.clients],
                 jobs=engine.jobs,
                 pins=engine.pins,
                 draining=engine.draining,

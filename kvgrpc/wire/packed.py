@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed forms: token ids as raw memory, without a Python loop.
 
-``TokenIds.ids`` is a packed ``repeated fixed32``: on the wire it is one length-delimited field whose payload is the ids as
-little-endian memory. Both protobuf runtimes serialise such a message as tag, length, payload, so the payload can be taken
-from, and given to, the message in its wire form (0.1 ms for 128K tokens; reading ``ids`` one by one takes 6 to 25 ms).
+``TokenIds.ids`` is a packed ``repeated fixed32``: on the wire it is one length-delimited field whose payload is the ids
+as little-endian memory. Protobuf serialises such a message as tag, length, payload, so the payload can be taken from,
+and given to, the message in its wire form (0.1 ms for 128K tokens; reading ``ids`` one by one takes 6 to 25 ms).
 """
 
 from __future__ import annotations
