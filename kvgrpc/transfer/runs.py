@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes of the engine belong to which bytes of the arena: the run generator of all movers.
+
+An object is ordered group by group, entry of runs by entry, layer by layer, plane by plane, block by block in token order, ``run_bytes`` each.
+A token-major object therefore does not depend on the block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvgrpc.api import KvGroup, Layout
+from kvgrpc.core.types import Extent, Piece
+
+
+class Run(NamedTuple):
+    """``length`` bytes at ``offset`` of ``memory[memory_index]`` belong to those at ``position`` of the arena."""
+
+    memory_index: int
+    offset: int
+    position: int
+    length: int
+
+
+_Cut = tuple[int, int, int, int]
+"""(memory index, offset in the memory, offset in the object, length)"""
+
+
+def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]:
+    """The piece's runs in the object's order; runs that are adjacent on both sides are one.
+
+    ``layout`` has passed ``check_layout``; block ids lie below ``num_blocks`` (asserted, since no address is checked again).
+    Bytes of the object outside ``span``, and of blocks that are not named, are left out.
+    """
+    last: Run | None = None
+    for run in _placed(_cuts(layout, chunk_tokens, piece), piece.extents):
+        if last is None:
+            last = run
+        elif (
+            run[1] == last[1] + last[3] and run[2] == last[2] + last[3] and run[0] == last[0]
+        ):  # fields by number: this is the innermost loop of every copy
+            last = Run(last[0], last[1], last[2], last[3] + run[3])
+        else:
+            yield last
+            last = run
+    if last is not None:
+        yield last
+
+
+def _cuts(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[_Cut]:
+    low, high = piece.span
+    plane_start = 0
+    for group, first_block, block_ids in zip(layout.groups, piece.first_block, piece.block_ids, strict=True):
+        blocks = chunk_tokens // group.block_size
+        _check_blocks(group, blocks, first_block, block_ids)
+        single = [(first_block + i, block_id, 1) for i, block_id in enumerate(block_ids)]
+        joined = _joined(single)
+        for runs in group.runs:
+            length, stride = runs.run_bytes, runs.block_stride_bytes
+            stretches = joined if length == stride else single
+            for layer in range(runs.layers):
+                for plane in range(runs.planes):
+                    start, plane_start = plane_start, plane_start + blocks * length
+                    if plane_start <= low or start >= high:
+                        continue
+                    base = runs.base_bytes + layer * runs.layer_stride_bytes + plane * runs.plane_stride_bytes
+                    for index, block_id, count in stretches:
+                        begin = start + index * length
+                        head, tail = max(begin, low), min(begin + count * length, high)
+                        if head < tail:
+                            yield runs.memory_index, base + block_id * stride + head - begin, head, tail - head
+
+
+def _check_blocks(group: KvGroup, blocks: int, first_block: int, block_ids: Sequence[int]) -> None:
+    assert 0 <= first_block <= first_block + len(block_ids) <= blocks, "a piece names blocks outside its chunk"
+    if block_ids:
+        assert 0 <= min(block_ids) <= max(block_ids) < group.num_blocks, "a block id lies outside the engine's memory"
+
+
+def _joined(single: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Joins consecutive block ids: (index in the chunk, block id, count)."""
+    joined: list[tuple[int, int, int]] = []
+    for index, block_id, _ in single:
+        if joined and joined[-1][1] + joined[-1][2] == block_id:
+            head, first_id, count = joined[-1]
+            joined[-1] = (head, first_id, count + 1)
+        else:
+            joined.append((index, block_id, 1))
+    return joined
+
+
+def _placed(cuts: Iterable[_Cut], extents: Sequence[Extent]) -> Iterator[Run]:
+    """Lays ascending cuts of the object onto its extents; a cut that straddles extents becomes several runs."""
+    rest = iter(extents)
+    start = end = position = 0
+    for memory_index, offset, head, length in cuts:
+        while length:
+            while head >= end:
+                position, size = next(rest)
+                start, end = end, end + size
+            part = min(length, end - head)
+            yield Run(memory_index, offset, position + head - start, part)
+            offset, head, length = offset + part, head + part, length - part
