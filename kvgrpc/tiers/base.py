@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tier is: it keeps objects below the arena, by name, and never hands out bytes that it cannot vouch for.
 
-Objects are self-describing (``kvgrpc.tiers.envelope``): ``read`` verifies name, length and checksum, so foreign, short or flipped bytes are
-faults, never data.
+Objects are self-describing (``kvgrpc.tiers.envelope``): ``read`` verifies name, length and checksum, so foreign,
+short or flipped bytes are faults, never data.
 
-Threads: all methods belong to one event loop and never block it. When ``read`` or ``write`` has ended (returned, raised, or was cancelled
-and has raised), nothing touches its buffers any more.
+Threads: all methods belong to one event loop and never block it. When ``read`` or ``write`` has ended (returned,
+raised, or was cancelled and has raised), nothing touches its buffers any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FaultReason(Enum):
     TIMEOUT = "TIMEOUT"
 
 
-class TierFault(Exception):
+class TierFault(Exception):  # noqa: N818 -- a miss is a fault too, and no error
     """A read or write that failed, with one reason of the closed list."""
 
     def __init__(self, reason: FaultReason, message: str) -> None:
@@ -58,7 +58,9 @@ class Tier(Protocol):
         ...
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """For each name, whether ``read`` would probably find it. May be wrong either way. Raises TierFault (IO, TIMEOUT)."""
+        """For each name, whether ``read`` would probably find it. May be wrong either way. Raises TierFault (IO,
+        TIMEOUT).
+        """
         ...
 
     async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
@@ -69,8 +71,9 @@ class Tier(Protocol):
         ...
 
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
-        """Keeps the object; once it has returned, ``read`` finds it. A write that fails leaves no readable object behind, except an earlier
-        whole one. Raises TierFault (IO, TIMEOUT)."""
+        """Keeps the object; once it has returned, ``read`` finds it. A write that fails leaves no readable object
+        behind, except an earlier whole one. Raises TierFault (IO, TIMEOUT).
+        """
         ...
 
     async def remove(self, name: str) -> None:

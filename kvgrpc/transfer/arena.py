@@ -54,6 +54,8 @@ def _allocate(fd: int, size_bytes: int) -> None:
         os.posix_fallocate(fd, 0, size_bytes)
     except (OSError, OverflowError) as error:
         have = os.fstat(fd).st_blocks * 512
-        sentence = f"the arena needs {size_bytes} bytes of shared memory, but only {have} bytes could be allocated: {error}"
+        sentence = (
+            f"the arena needs {size_bytes} bytes of shared memory, but only {have} bytes could be allocated: {error}"
+        )
         raise ArenaError(sentence) from error
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

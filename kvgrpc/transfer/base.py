@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mover is: the hands that copy runs of bytes between an engine's memory and the arena.
 
-A mover decides nothing. It is told a slice, copies its pieces in order, stops at the first failure and reports. Revocation
-lies between slices and is the core's.
+A mover decides nothing. It is told a slice, copies its pieces in order, stops at the first failure and reports.
+Revocation lies between slices and is the core's.
 
-Threads: ``map``, ``copy`` and ``unmap`` block and are called on the affinity thread of the mapping's client, never on the event loop.
-One mapping is used by one thread at a time; different mappings are used by different threads at once. ``close`` is called when
-no other call runs.
+Threads: ``map``, ``copy`` and ``unmap`` block and are called on the affinity thread of the mapping's client, never on
+the event loop. One mapping is used by one thread at a time; different mappings are used by different threads at once.
+``close`` is called when no other call runs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ MEMORY_IO = "MEMORY_IO"
 class Mover(Protocol):
     """Copies between mapped engine memory and the arena that it was built with."""
 
-    def map(self, mapping_id: int, layout: Layout) -> None:
+    def map(self, mapping_id: int, layout: Layout) -> bytes:
         """Opens and checks the memory of ``layout`` under a fresh id.
 
+        Answers 16 bytes that stand for the layout and the memory objects behind it (Registration.layout_digest): equal
+        to those of another mapping that is still open only if both are the same, whatever a name means by now.
         Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED; then nothing stays open.
         """
         ...
@@ -36,8 +38,8 @@ class Mover(Protocol):
     def copy(self, work: RunSlice) -> SliceReport:
         """Copies the pieces in order, stops at the first failure.
 
-        Never raises for what the engine or the operating system does. ``torn`` is exact: True only if bytes of the failing piece had begun to
-        move. When it returns, nothing touches the slice's blocks or extents any more.
+        Never raises for what the engine or the operating system does. ``torn`` is exact: True only if bytes of the
+        failing piece had begun to move. When it returns, nothing touches the slice's blocks or extents any more.
         """
         ...
 

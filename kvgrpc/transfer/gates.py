@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Gate:
-    """One hold: the first slice that wants to move a run after ``after_runs`` others waits until ``release`` (or ``limit_s``, so that a test that
-    fails leaves no thread behind). Made by ``Gates.hold``.
+    """One hold: the first slice that wants to move a run after ``after_runs`` others waits until ``release`` (or
+    ``limit_s``, so that a test that fails leaves no thread behind). Made by ``Gates.hold``.
 
     Threads: any.
     """
@@ -66,8 +66,9 @@ class Gates:
     def hold(
         self, after_runs: int, direction: Direction | None = None, client_id: str = "", limit_s: float = 60.0
     ) -> Gate:
-        """Holds the copy that comes after ``after_runs`` more runs (of one direction, of one client); replaces an earlier gate, which keeps
-        what it holds."""
+        """Holds the copy that comes after ``after_runs`` more runs (of one direction, of one client); replaces an
+        earlier gate, which keeps what it holds.
+        """
         self._gate = Gate(after_runs, direction, client_id, limit_s)
         return self._gate
 

@@ -6,6 +6,7 @@ A checked layout is one whose every address lies inside its memory: the movers r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -40,7 +41,8 @@ def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
 def stored_form(groups: Sequence[KvGroup]) -> str:
     """Fingerprint of what the stored bytes mean; equal on all ranks. Part of a space's identity.
 
-    Opaque: ``opaque:{backend}:{layout}:{block_size}``; token-major: ``token-major:{heads}:{head_dim}:{planes}``; groups joined by "+".
+    Opaque: ``opaque:{backend}:{layout}:{block_size}``; token-major: ``token-major:{heads}:{head_dim}:{planes}``;
+    groups joined by "+".
     """
     return "+".join(
         f"opaque:{group.backend}:{group.layout}:{group.block_size}"
@@ -53,6 +55,11 @@ def stored_form(groups: Sequence[KvGroup]) -> str:
 def memory_bytes(layout: Layout) -> int:
     """Bytes of memory that the layout shares."""
     return sum(memory.size_bytes for memory in layout.memory)
+
+
+def digest(layout: Layout, objects: Sequence[object]) -> bytes:
+    """16 bytes that stand for the layout and what its memory was found to be. Not kept beyond the process."""
+    return hashlib.blake2b(repr((layout, objects)).encode(), digest_size=16).digest()
 
 
 def _check_memory(pieces: Sequence[Memory]) -> None:
@@ -102,7 +109,9 @@ def _check_names(group: KvGroup, where: str) -> None:
 
 def _check_counts(runs: Runs, memory_pieces: int, where: str) -> None:
     if not 0 <= runs.memory_index < memory_pieces:
-        _refuse(f"{where}.memory_index", f"memory_index {runs.memory_index} is not below the {memory_pieces} pieces sent")
+        _refuse(
+            f"{where}.memory_index", f"memory_index {runs.memory_index} is not below the {memory_pieces} pieces sent"
+        )
     _in_range(f"{where}.base_bytes", runs.base_bytes, 0, _MAX_INT)
     _in_range(f"{where}.layers", runs.layers, 1, MAX_PLANES_IN_ALL)
     _in_range(f"{where}.planes", runs.planes, 1, MAX_PLANES_IN_ALL)
@@ -111,7 +120,9 @@ def _check_counts(runs: Runs, memory_pieces: int, where: str) -> None:
     _in_range(f"{where}.plane_stride_bytes", runs.plane_stride_bytes, 0, _MAX_INT)
     _in_range(f"{where}.block_stride_bytes", runs.block_stride_bytes, 0, _MAX_INT)
     if runs.block_stride_bytes < runs.run_bytes:
-        sentence = f"block_stride_bytes {runs.block_stride_bytes} is less than run_bytes {runs.run_bytes}: blocks overlap"
+        sentence = (
+            f"block_stride_bytes {runs.block_stride_bytes} is less than run_bytes {runs.run_bytes}: blocks overlap"
+        )
         _refuse(f"{where}.block_stride_bytes", sentence)
 
 
@@ -134,8 +145,8 @@ def _check_addresses(runs: Runs, num_blocks: int, size_bytes: int, where: str) -
 def _overlap(runs: Runs, num_blocks: int) -> bool:
     """Whether two different (layer, plane, block) share a byte. Exact.
 
-    Two runs overlap when their distance is below run_bytes. For each distance in layers and planes (one of each pair of opposite ones)
-    the block distance that comes closest to undoing it decides.
+    Two runs overlap when their distance is below run_bytes. For each distance in layers and planes (one of each pair
+    of opposite ones) the block distance that comes closest to undoing it decides.
     """
     stride, furthest = runs.block_stride_bytes, num_blocks - 1
     for layers in range(runs.layers):
@@ -153,7 +164,9 @@ def _check_token_major(group: KvGroup, where: str) -> None:
     _in_range(f"{where}.head_dim", group.head_dim, 1, _MAX_COUNT)
     for entry, runs in enumerate(group.runs):
         if runs.run_bytes % group.block_size:
-            sentence = f"run_bytes {runs.run_bytes} of a token-major group must be a multiple of block_size {group.block_size}"
+            sentence = (
+                f"run_bytes {runs.run_bytes} of a token-major group must be a multiple of block_size {group.block_size}"
+            )
             _refuse(f"{where}.runs[{entry}].run_bytes", sentence)
         if runs.planes != group.runs[0].planes:
             _refuse(f"{where}.runs[{entry}].planes", "all entries of a token-major group must have the same planes")

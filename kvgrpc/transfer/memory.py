@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mover over plain bytearrays, shipped for tests and for engines' own demonstrations: real layouts, real bytes, and it can be steered."""
+"""A mover over plain bytearrays, shipped for tests and for engines' own demonstrations: real layouts, real bytes, and
+it can be steered.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.gates import Gate, Gates
-from kvgrpc.transfer.layout import check_layout
+from kvgrpc.transfer.layout import check_layout, digest
 from kvgrpc.transfer.runs import Run, piece_runs
 
 
@@ -29,8 +31,8 @@ class Failure:
 class MemoryMover:
     """Copies between bytearrays, added under names that ``SharedMemory.name`` picks, and the arena.
 
-    Steered by: ``delay_s`` (slept at the start of each slice), ``shuffle`` (a source of chance that reorders the runs inside each piece),
-    ``fail_next``, ``hold``. ``slices`` are those that were asked for, in order.
+    Steered by: ``delay_s`` (slept at the start of each slice), ``shuffle`` (a source of chance that reorders the runs
+    inside each piece), ``fail_next``, ``hold``. ``slices`` are those that were asked for, in order.
 
     Threads: as Mover; steer it from any thread.
     """
@@ -55,7 +57,9 @@ class MemoryMover:
         return self._gates.hold(after_runs, direction, client_id)
 
     def fail_next(self, piece: int = 0, after_runs: int = 0, reason: str = "MEMORY_IO") -> None:
-        """Makes the next slice stop at that piece: before its copy (``after_runs`` 0) or in its middle (torn)."""
+        """Makes the next slice stop at that piece: before its copy (``after_runs`` 0), or torn: in its middle, at the
+        latest after its last run.
+        """
         self._failure = Failure(piece, after_runs, reason)
 
     @property
@@ -63,7 +67,7 @@ class MemoryMover:
         """Ids that are mapped."""
         return frozenset(self._mappings)
 
-    def map(self, mapping_id: int, layout: Layout) -> None:
+    def map(self, mapping_id: int, layout: Layout) -> bytes:
         check_layout(layout, self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
         views: list[memoryview] = []
@@ -72,13 +76,16 @@ class MemoryMover:
                 raise Refusal(Reason.CUDA_UNSUPPORTED, "this mover has no device memory", field=f"memory[{index}]")
             named = self._named.get(memory.name)
             if named is None:
-                raise Refusal(Reason.MEMORY, f"there is no memory {memory.name!r}", field=f"memory[{index}].shared.name")
+                raise Refusal(
+                    Reason.MEMORY, f"there is no memory {memory.name!r}", field=f"memory[{index}].shared.name"
+                )
             end = memory.offset_bytes + memory.size_bytes
             if end > len(named):
                 sentence = f"memory {memory.name!r} has {len(named)} bytes; the layout reaches up to byte {end}"
                 raise Refusal(Reason.MEMORY, sentence, field=f"memory[{index}].shared.size_bytes")
             views.append(memoryview(named)[memory.offset_bytes : end])
         self._mappings[mapping_id] = (layout, tuple(views))
+        return digest(layout, [id(view.obj) for view in views])
 
     def copy(self, work: RunSlice) -> SliceReport:
         layout, views = self._mappings[work.mapping_id]
@@ -86,11 +93,15 @@ class MemoryMover:
         self.slices.append(work)
         time.sleep(self.delay_s)
         for done, piece in enumerate(work.pieces):
-            stop_after = failure.after_runs if failure and failure.piece == done else -1
-            for moved, run in enumerate(self._gates.pace(work, self._ordered(layout, piece))):
-                if failure and moved == stop_after:
-                    return SliceReport(done, failure.reason, moved > 0)
+            stop = failure if failure and failure.piece == done else None
+            moved = 0
+            for run in self._gates.pace(work, self._ordered(layout, piece)):
+                if stop and moved == stop.after_runs:
+                    break
                 self._move(work.direction, views[run.memory_index], run)
+                moved += 1
+            if stop:
+                return SliceReport(done, stop.reason, moved > 0)
         return SliceReport(len(work.pieces))
 
     def unmap(self, mapping_id: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which bytes of the engine belong to which bytes of the arena: the run generator of all movers.
 
-An object is ordered group by group, entry of runs by entry, layer by layer, plane by plane, block by block in token order, ``run_bytes`` each.
-A token-major object therefore does not depend on the block size.
+An object is ordered group by group, entry of runs by entry, layer by layer, plane by plane, block by block in token
+order, ``run_bytes`` each. A token-major object therefore does not depend on the block size.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Cut = tuple[int, int, int, int]
 def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]:
     """The piece's runs in the object's order; runs that are adjacent on both sides are one.
 
-    ``layout`` has passed ``check_layout``; block ids lie below ``num_blocks`` (asserted, since no address is checked again).
-    Bytes of the object outside ``span``, and of blocks that are not named, are left out.
+    ``layout`` has passed ``check_layout``; block ids lie below ``num_blocks`` (asserted, since no address is checked
+    again). Bytes of the object outside ``span``, and of blocks that are not named, are left out.
     """
     last: Run | None = None
     for run in _placed(_cuts(layout, chunk_tokens, piece), piece.extents):
