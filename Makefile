@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make` lists the targets. Everything runs in .venv, which each target creates when it is missing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+SEEDS  ?= 2000
+GATE_SEEDS ?= 200
+JOBS   ?= 2
+
+PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup proto proto-check fmt lint test sim demo bench
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with the exact versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,torch]'
+	@touch $@
+
+# $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
+generate = $(PY) -m grpc_tools.protoc -I proto \
+	--plugin=protoc-gen-mypy=$(VENV)/bin/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(VENV)/bin/protoc-gen-mypy_grpc \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+
+proto: $(STAMP) ## regenerate kvgrpc/v1 from proto/
+	$(call generate,.)
+
+proto-check: $(STAMP) ## fail when kvgrpc/v1 is not what proto/ generates
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call generate,$$out) \
+		&& diff -r -x __pycache__ -x __init__.py "$$out/kvgrpc/v1" kvgrpc/v1 \
+		|| { echo "kvgrpc/v1 differs from proto/: run make proto"; exit 1; }
+
+fmt: $(STAMP) ## format the code and mend what ruff can mend
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+lint: $(STAMP) proto-check ## style, types, import floors, proto
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/buf lint proto
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyright
+
+sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
+	$(PY) -m tests.sim --seeds $(SEEDS)
+
+test: lint ## the whole gate: lint, GATE_SEEDS (200) worlds, all tests
+	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
+	$(PY) -m pytest -n $(JOBS)
+
+demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
+	$(VENV)/bin/kvgrpc demo
+
+bench: $(STAMP) ## microbenchmark: the core alone, and calls to a local server
+	$(PY) -m benchmarks.core_ops

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a server: one frozen object, made of flags and ``KVGRPC_`` variables.
+
+A field ``l1_size`` is the flag ``--l1-size`` and the variable ``KVGRPC_L1_SIZE``; a flag wins. Lists are separated by
+commas in a variable and repeated as a flag. Everything wrong is a ``SettingsError`` that names the flag.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_size, split_address, split_list
+from kvgrpc.core.types import MIB, MS, CoreLimits
+
+MESSAGE_MIN = 64 << 10
+
+
+class SettingsError(Exception):
+    """Settings that cannot work, in one plain sentence for the person at the terminal."""
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+Millis = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
+Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
+Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
+Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
+
+_LIMITS = CoreLimits()
+_WORDS = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("auto", "console", "json")}
+
+
+def _doc(default: Any, text: str) -> Any:
+    return Field(default=default, description=text)
+
+
+class Settings(BaseSettings):
+    """What `kvgrpc serve` runs with. Times are milliseconds, sizes bytes, shares fractions of L1."""
+
+    model_config = SettingsConfigDict(env_prefix="KVGRPC_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    # listeners
+    socket: Path | None = _doc(None, "Unix socket to listen on; default: a path of this user, printed at start")
+    socket_mode: Mode = _doc(0o600, "file mode of the socket: who may connect")
+    socket_group: str = _doc("", "group of the socket; needs a --socket-mode that lets it in")
+    listen: Strings = _doc((), "also listen on this HOST:PORT (TCP); port 0 chooses one")
+    insecure: bool = _doc(False, "allow --listen off the loopback without TLS: who reaches the port reads KV data")
+    reflection: bool | None = _doc(None, "serve gRPC reflection; default: on unless a listener is off the loopback")
+    allow_uid: Uids = _doc((), "user id whose shared memory may be registered, beside the server's own")
+
+    # memory
+    l1_size: Size | None = _doc(None, "memory for KV data; default: half of what is available, at most 4 GiB")
+    quota: Quotas = Field(default_factory=dict[str, int], description="SALT=SIZE: most that a tenant may hold")
+    chunk_tokens: Count = _doc(_LIMITS.chunk_tokens, "tokens in a chunk, the unit that is cached")
+    page_size: Size = _doc(_LIMITS.page_bytes, "allocation unit of objects that find no contiguous place")
+    slice_size: Size = _doc(_LIMITS.slice_bytes, "most bytes copied before other work gets its turn")
+
+    # threads
+    max_workers: int | None = _doc(None, "size of both thread pools")
+    max_gpu_workers: int | None = _doc(None, "threads that launch copies; default: 8, or 2 for each card")
+    max_cpu_workers: int | None = _doc(None, "threads that hash and call tiers; default: one a core, at most 8")
+
+    # leases and records
+    lease_ms: Millis = _doc(_LIMITS.lease_ns // MS, "how long a lookup pins what it found")
+    record_ms: Millis = _doc(_LIMITS.record_ns // MS, "how long a lookup's record can be asked for")
+    read_record_ms: Millis = _doc(_LIMITS.read_record_ns // MS, "how long a record outlives its last reader")
+    records_size: Size = _doc(_LIMITS.records_bytes, "memory for records of lookups")
+    reattach_grace_ms: Millis = _doc(_LIMITS.reattach_grace_ns // MS, "how long a broken session may stay broken")
+    pin_share: Share = _doc(_LIMITS.pin_share, "share of L1 that leases may pin")
+    hold_share: Share = _doc(_LIMITS.hold_share, "share of L1 that retention and Pin may hold")
+    settling_share: Share = _doc(_LIMITS.settling_share, "share of L1 that may wait for abandoned copies")
+    prefetch_share: Share = _doc(_LIMITS.prefetch_share, "share of L1 that prefetch may fill at a time")
+    prefetch_wait_ms: Millis = _doc(_LIMITS.prefetch_wait_ns // MS, "how long a lookup waits for lower tiers")
+
+    # limits
+    clients: Count = _doc(_LIMITS.clients, "attached clients")
+    jobs_per_engine: Count = _doc(_LIMITS.jobs_per_engine, "pinned or pending lookups of one engine")
+    keys_per_call: Count = _doc(_LIMITS.keys_per_call, "chunks in one call")
+    calls_per_client: Count = _doc(_LIMITS.calls_per_client, "call records of one client")
+    victims_per_turn: Count = _doc(_LIMITS.victims_per_turn, "chunks evicted or reclaimed in one turn")
+    message_size: Size = _doc(16 * MIB, "largest gRPC message")
+    deadline_ms: Millis = _doc(5_000, "deadline of a call that brings none")
+    copy_deadline_ms: Millis = _doc(30_000, "deadline of a Store or Retrieve that brings none")
+    drain_ms: Millis = _doc(25_000, "how long running copies may take after SIGTERM")
+
+    # logs
+    log_level: str = _doc("info", "debug, info, warning or error")
+    log_format: str = _doc("auto", "console, json, or auto: console on a terminal, else json")
+
+    @field_validator("max_workers", "max_gpu_workers", "max_cpu_workers")
+    @classmethod
+    def _at_least_one_thread(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError(f"must be at least 1, not {value}")
+        return value
+
+    @field_validator("message_size")
+    @classmethod
+    def _message_holds_a_call(cls, value: int) -> int:
+        if value < MESSAGE_MIN:
+            raise ValueError(f"must be at least {MESSAGE_MIN} bytes, not {value}")
+        return value
+
+    @field_validator("log_level", "log_format")
+    @classmethod
+    def _known_word(cls, value: str, info: Any) -> str:
+        words = _WORDS[info.field_name]
+        if value not in words:
+            raise ValueError(f"must be one of {', '.join(words)}, not {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _listeners_are_safe(self) -> Settings:
+        for address in self.listen:
+            host, port = split_address(address)
+            if not 0 <= port <= 65535:
+                raise ValueError(f"--listen {address}: the port must be 0 to 65535")
+            if not is_loopback(host) and not self.insecure:
+                raise ValueError(
+                    f"--listen {address} is off the loopback and would serve without TLS; "
+                    "listen on 127.0.0.1 or the Unix socket, or say --insecure if the network is trusted"
+                )
+        return self
+
+    def core_limits(self) -> CoreLimits:
+        return CoreLimits(
+            chunk_tokens=self.chunk_tokens,
+            page_bytes=self.page_size,
+            slice_bytes=self.slice_size,
+            lease_ns=self.lease_ms * MS,
+            record_ns=self.record_ms * MS,
+            read_record_ns=self.read_record_ms * MS,
+            records_bytes=self.records_size,
+            pin_share=self.pin_share,
+            hold_share=self.hold_share,
+            settling_share=self.settling_share,
+            prefetch_share=self.prefetch_share,
+            prefetch_wait_ns=self.prefetch_wait_ms * MS,
+            jobs_per_engine=self.jobs_per_engine,
+            keys_per_call=self.keys_per_call,
+            victims_per_turn=self.victims_per_turn,
+            clients=self.clients,
+            calls_per_client=self.calls_per_client,
+            reattach_grace_ns=self.reattach_grace_ms * MS,
+        )
+
+    def gpu_workers(self, cards: int = 0) -> int:
+        return self.max_gpu_workers or self.max_workers or max(8, 2 * cards)
+
+    def cpu_workers(self) -> int:
+        return self.max_cpu_workers or self.max_workers or min(8, os.cpu_count() or 1)
+
+    def socket_path(self) -> Path:
+        return self.socket or default_socket_path()
+
+    def serves_reflection(self) -> bool:
+        if self.reflection is not None:
+            return self.reflection
+        return all(is_loopback(split_address(address)[0]) for address in self.listen)
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `serve` listens and `status` asks: the user's run-time folder, root's, or a private temporary one."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "kvgrpc" / "kvgrpc.sock"
+    if os.geteuid() == 0 or os.access("/run/kvgrpc", os.W_OK):
+        return Path("/run/kvgrpc/kvgrpc.sock")
+    return Path(tempfile.gettempdir()) / f"kvgrpc-{os.geteuid()}" / "kvgrpc.sock"
+
+
+def load_settings(**flags: Any) -> Settings:
+    """Flags (None = not given) over variables over defaults."""
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_describe(item) for item in error.errors())) from None
+
+
+def _describe(item: Any) -> str:
+    text = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return text
+    flag = "--" + str(item["loc"][0]).replace("_", "-")
+    return f"{flag}: {text}"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How settings are written: sizes, lists, modes, quotas, addresses. Parsers raise ``ValueError`` with a plain sentence.
+
+A parser takes what a flag or a variable holds; a value that is no text passes through, to be checked by its type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from ipaddress import ip_address
+from typing import cast
+
+from kvgrpc.core.types import MIB
+
+GIB = 1 << 30
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*", re.IGNORECASE)
+
+
+def parse_size(value: object) -> object:
+    """``"4GiB"``, ``"512 MiB"``, ``"1.5GB"`` or a number of bytes -> bytes."""
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise ValueError(f"{value!r} is not a size; write a number and a unit, for example 4GiB or 512MiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes for people: the largest binary unit that leaves at least 1."""
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.4g} {unit}"
+    return f"{size_bytes} B"
+
+
+def split_list(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def parse_mode(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return int(value, 8)
+        except ValueError:
+            raise ValueError(f"{value!r} is not an octal file mode, for example 0660") from None
+    return value
+
+
+def parse_quotas(value: object) -> object:
+    """``("tenant-a=2GiB", ...)`` -> ``{"tenant-a": bytes}``. The last ``=`` divides, so that a salt may hold one."""
+    parts = split_list(value)
+    if not isinstance(parts, tuple | list):
+        return value
+    quotas: dict[str, object] = {}
+    for part in cast(Iterable[object], parts):
+        salt, separator, size = str(part).rpartition("=")
+        if not separator:
+            raise ValueError(f"{part!r} is not SALT=SIZE")
+        quotas[salt] = parse_size(size)
+    return quotas
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``HOST:PORT`` or ``[V6]:PORT``; ValueError says what is wrong."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdecimal():
+        raise ValueError(f"--listen {address!r} is not HOST:PORT, for example 127.0.0.1:50051")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Only names that cannot mean another interface: a host name other than localhost may resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
