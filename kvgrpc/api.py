@@ -15,9 +15,11 @@ from typing import Protocol
 
 from kvgrpc.core.types import (
     DEFAULT_POLICY,
+    ArenaStatus,
     ChunkResult,
     Cleared,
     Ended,
+    EngineStatus,
     FreeCommand,
     Held,
     LookupAnswer,
@@ -27,8 +29,10 @@ from kvgrpc.core.types import (
     Role,
     SpaceIdentity,
     SpaceRef,
+    SpaceStatus,
     TokenRange,
 )
+from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -293,20 +297,6 @@ class ClearTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaStatus:
-    """Bytes by slot state; they add up to ``total_bytes``. ``held_bytes`` is a part of ready and pinned."""
-
-    total_bytes: int
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    pinned_bytes: int
-    doomed_bytes: int
-    settling_bytes: int
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class TierStatus:
     """One lower tier."""
 
@@ -345,46 +335,6 @@ class ServerStatus:
     tiers: tuple[TierStatus, ...] = ()
     executors: tuple[ExecutorStatus, ...] = ()
     counters: dict[str, int] = field(default_factory=dict[str, int])
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStatus:
-    """One client of an engine."""
-
-    client_id: str
-    role: Role
-    attached: bool
-    registered: bool
-    kv_rank: int
-    tp_rank: int
-    memory_bytes: int
-    calls_in_flight: int
-    thread: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """One engine, named by its fingerprint."""
-
-    engine: str
-    clients: tuple[ClientStatus, ...]
-    jobs: int
-    pins: int
-    draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SpaceStatus:
-    """One space; the salt only as a fingerprint."""
-
-    space_base: bytes
-    identity: SpaceIdentity
-    lora: str
-    salt_fingerprint: str
-    generation: int
-    chunks: int
-    bytes: int
-    pinned_chunks: int
 
 
 class AdminApi(Protocol):

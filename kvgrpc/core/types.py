@@ -124,7 +124,11 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's shared memory, as far as the core is concerned. ``mapping_id`` names it to whoever mapped it."""
+    """A worker's shared memory, as far as the core is concerned.
+
+    ``mapping_id`` names it to whoever mapped it. ``layout_digest`` stands for the whole layout and the memory objects
+    behind it: two registrations are the same when all but their ``mapping_id`` is equal.
+    """
 
     engine_id: str
     identity: SpaceIdentity
@@ -135,6 +139,7 @@ class Registration:
     geometry: Geometry
     memory_bytes: int
     mapping_id: int
+    layout_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +274,77 @@ class Held:
 
     pin_id: bytes
     pinned_tokens: int
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many of what there are: complete chunks that can be found, spaces with data, engines with a live client,
+    attached clients, job records, pins (one a chunk, KV rank and reader), calls that have not answered."""
+
+    chunks: int
+    spaces: int
+    engines: int
+    clients: int
+    jobs: int
+    pins: int
+    calls_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatus:
+    """Bytes by slot state; they add up to ``total_bytes``. ``held_bytes`` is a part of ready and pinned."""
+
+    total_bytes: int
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    pinned_bytes: int
+    doomed_bytes: int
+    settling_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStatus:
+    """One client of an engine. ``thread`` is filled in by whoever runs its copies."""
+
+    client_id: str
+    role: Role
+    attached: bool
+    registered: bool
+    kv_rank: int
+    tp_rank: int
+    memory_bytes: int
+    calls_in_flight: int
+    thread: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine, named by its fingerprint."""
+
+    engine: str
+    clients: tuple[ClientStatus, ...]
+    jobs: int
+    pins: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceStatus:
+    """One space; the salt only as a fingerprint."""
+
+    space_base: bytes
+    identity: SpaceIdentity
+    lora: str
+    salt_fingerprint: str
+    generation: int
+    chunks: int
+    bytes: int
+    pinned_chunks: int
 
 
 # ---- work for the hands (the outbox) --------------------------------------------------------------------------------

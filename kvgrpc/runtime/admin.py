@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator's view in process: AdminApi over the driver."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from kvgrpc import api
+from kvgrpc.core.types import MS, Cleared, Held, SpaceRef
+from kvgrpc.runtime.driver import Driver
+
+
+class DriverAdmin:
+    """AdminApi of a driver. Holds no state of its own."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def get_status(self) -> api.ServerStatus:
+        driver = self._driver
+        counts = driver.book.counts()
+        tiers = [
+            api.TierStatus(name, tier.healthy, await tier.usage(), driver.reads_in_flight(name))
+            for name, tier in driver.hands.tiers.items()
+        ]
+        return api.ServerStatus(
+            server_version=driver.facts.server_version,
+            server_epoch=driver.facts.server_epoch,
+            uptime_ms=(driver.now() - driver.started_ns) // MS,
+            chunk_tokens=driver.limits.chunk_tokens,
+            draining=driver.draining,
+            arena=driver.book.arena_status(),
+            chunks=counts.chunks,
+            spaces=counts.spaces,
+            engines=counts.engines,
+            clients=counts.clients,
+            jobs=counts.jobs,
+            pins=counts.pins,
+            calls_in_flight=counts.calls_in_flight,
+            tiers=tuple(tiers),
+            executors=tuple(api.ExecutorStatus(*lane) for lane in driver.hands.affinity.lanes()),
+            counters=dict(driver.book.counters),
+        )
+
+    async def list_engines(self) -> tuple[api.EngineStatus, ...]:
+        return tuple(
+            replace(engine, clients=tuple(self._with_thread(client) for client in engine.clients))
+            for engine in self._driver.book.engines()
+        )
+
+    def _with_thread(self, client: api.ClientStatus) -> api.ClientStatus:
+        thread = self._driver.hands.affinity.thread_of(client.client_id)
+        return replace(client, thread=thread or 0)
+
+    async def list_spaces(self) -> tuple[api.SpaceStatus, ...]:
+        return self._driver.book.spaces()
+
+    async def clear(self, target: api.ClearTarget) -> Cleared:
+        driver = self._driver
+        cleared = driver.book.clear(
+            driver.now(),
+            space=target.space,
+            model=target.model,
+            cache_salt=target.cache_salt,
+            everything=target.all,
+        )
+        driver.pump()
+        return cleared
+
+    async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
+        driver = self._driver
+        cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
+        driver.pump()
+        return cleared
+
+    async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
+        driver = self._driver
+        keys = await driver.chunk_keys(space, content)
+        held = driver.book.pin(driver.now(), space, keys, ttl_ms * MS, secrets.token_bytes(16))
+        driver.pump()
+        return held
+
+    async def unpin(self, pin_id: bytes) -> int:
+        released = self._driver.book.unpin(self._driver.now(), pin_id)
+        self._driver.pump()
+        return released
+
+    async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
+        driver = self._driver
+        engine_id = driver.book.drain_engine(driver.now(), engine)
+        driver.pump()
+        deadline_ns = driver.now() + wait_ms * MS
+        while not driver.book.engine_idle(engine_id):
+            left_s = (deadline_ns - driver.now()) / 1e9
+            if left_s <= 0:
+                return False
+            await driver.wait_pulse(left_s)
+        return True

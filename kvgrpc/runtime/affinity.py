@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads with affinity: everything of one client runs on one thread, in the order it was submitted.
+
+A new client is bound to the thread with the fewest clients, so no two share one while another is free. Threads start when
+first bound. All methods belong to the event loop's thread; what is submitted runs on the bound thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Lane:
+    """One thread and its bookkeeping."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.clients: set[str] = set()
+        self.submitted = 0  # written by the loop only
+        self.ended = 0  # written by the thread only
+        self.busy_since_s = 0.0
+        self.pool: ThreadPoolExecutor | None = None
+
+    @property
+    def queued(self) -> int:
+        return self.submitted - self.ended
+
+
+class AffinityExecutor:
+    """``max_workers`` threads, each with the clients that are bound to it."""
+
+    def __init__(self, max_workers: int, *, name: str = "kvgrpc-affinity") -> None:
+        if max_workers < 1:
+            raise ValueError("max_workers must be at least 1")
+        self._name = name
+        self._lanes = [_Lane(number) for number in range(max_workers)]
+        self._bound: dict[str, _Lane] = {}
+
+    def bind(self, client_id: str) -> int:
+        """Thread number of the client, bound now if it was not."""
+        lane = self._bound.get(client_id)
+        if lane is None:
+            lane = min(self._lanes, key=lambda lane: (len(lane.clients), lane.queued))
+            lane.clients.add(client_id)
+            self._bound[client_id] = lane
+        return lane.number
+
+    def release(self, client_id: str) -> None:
+        """Forgets the client; what it submitted still runs."""
+        lane = self._bound.pop(client_id, None)
+        if lane is not None:
+            lane.clients.discard(client_id)
+
+    def thread_of(self, client_id: str) -> int | None:
+        """Thread number, or None for a client that is not bound."""
+        lane = self._bound.get(client_id)
+        return None if lane is None else lane.number
+
+    def submit(self, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Runs ``work`` on the client's thread after all it submitted before. KeyError for a client that is not bound."""
+        lane = self._bound[client_id]
+        if lane.pool is None:
+            lane.pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-{lane.number}")
+        lane.submitted += 1
+
+        def run() -> T:
+            lane.busy_since_s = time.monotonic()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                lane.busy_since_s = 0.0
+                lane.ended += 1
+
+        return lane.pool.submit(run)
+
+    def lanes(self) -> list[tuple[int, tuple[str, ...], int]]:
+        """(thread, clients bound to it, pieces of work that have not ended) of every thread."""
+        return [(lane.number, tuple(sorted(lane.clients)), lane.queued) for lane in self._lanes]
+
+    def longest_busy_s(self) -> float:
+        """How long the longest-running piece of work has been running; 0 when idle. For the watchdog."""
+        now = time.monotonic()
+        return max((now - since for lane in self._lanes if (since := lane.busy_since_s)), default=0.0)
+
+    def close(self) -> None:
+        """Waits for everything that was submitted."""
+        for lane in self._lanes:
+            if lane.pool is not None:
+                lane.pool.shutdown(wait=True)

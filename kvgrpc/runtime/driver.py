@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver: the only owner of the bookkeeper.
+
+It lives on one event loop. Every call reads the clock, asks the bookkeeper, and then carries out the outbox: slices go to
+the affinity threads, tier reads become tasks, waiting callers are woken. What the hands report comes back onto the loop
+as data. Nothing but this loop's thread ever touches the bookkeeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvgrpc import api
+from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.keys import chunk_keys
+from kvgrpc.core.types import (
+    MS,
+    Action,
+    CallEnded,
+    CancelRead,
+    ChunkKeys,
+    ChunkResult,
+    CoreLimits,
+    EngineDraining,
+    Extent,
+    JobDone,
+    ProbeTiers,
+    ReadTier,
+    RunSlice,
+    SessionEnded,
+    SliceReport,
+    SpaceRef,
+    Unmap,
+)
+from kvgrpc.runtime.affinity import AffinityExecutor
+from kvgrpc.runtime.clock import Clock, monotonic_clock
+from kvgrpc.tiers.base import Tier, TierFault
+from kvgrpc.transfer.base import Mover
+
+if TYPE_CHECKING:
+    from kvgrpc.runtime.session import DriverSession
+
+log = structlog.get_logger(__name__)
+
+INLINE_HASH_TOKENS = 64 << 10
+"""Prompts up to this long are hashed on the loop (about 0.3 ms); longer ones in the CPU pool."""
+
+CallKey = tuple[str, int]
+
+
+class ArenaView:
+    """What the driver needs of an arena: a writable view of an extent."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        raise NotImplementedError
+
+
+@dataclass
+class Hands:
+    """What acts in the world for the driver."""
+
+    mover: Mover
+    arena: ArenaView
+    affinity: AffinityExecutor
+    cpu_pool: ThreadPoolExecutor
+    tiers: dict[str, Tier] = field(default_factory=dict[str, Tier])
+    clock: Clock = monotonic_clock
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    server_version: str
+    host_id: str
+    message_bytes: int = 16 << 20
+    server_epoch: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+
+
+class Driver:
+    """Runs the bookkeeper on the current event loop. Build and use it on that loop's thread only."""
+
+    def __init__(self, book: Bookkeeper, limits: CoreLimits, hands: Hands, facts: ServerFacts) -> None:
+        self.book = book
+        self.limits = limits
+        self.hands = hands
+        self.facts = facts
+        self.draining = False
+        self.started_ns = hands.clock()
+        self.block_sizes: dict[str, int] = {}
+        """Range alignment of each registered client, in tokens."""
+        self._calls: dict[CallKey, set[asyncio.Future[tuple[ChunkResult, ...]]]] = {}
+        self._jobs: dict[bytes, set[asyncio.Future[None]]] = {}
+        self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
+        self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
+        self._reads: dict[int, tuple[str, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pulse = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._next_mapping = 0
+        self._loop = asyncio.get_running_loop()
+
+    # ---- for callers ------------------------------------------------------------------------------------------------
+
+    def now(self) -> int:
+        """Nanoseconds of the driver's clock."""
+        return self.hands.clock()
+
+    def client(self, client_id: str) -> DriverSession:
+        """The cache as seen by one client."""
+        from kvgrpc.runtime.session import DriverSession
+
+        return DriverSession(self, client_id)
+
+    def tick(self) -> None:
+        """Lets time pass: expires leases, records and graces, reclaims memory in a bounded turn."""
+        self.book.tick(self.now())
+        self.pump()
+
+    async def chunk_keys(self, space: SpaceRef, content: api.Content) -> ChunkKeys:
+        """Keys of the content's full chunks. Refuses: SPACE_UNKNOWN, CONTENT_KIND, INVALID_FIELD (too many chunks)."""
+        seed, takes_tokens = self.book.space_seed(space)
+        if isinstance(content, api.Tokens) != takes_tokens:
+            wanted = "token ids" if takes_tokens else "the engine's hashes"
+            raise Refusal(Reason.CONTENT_KIND, f"this space is keyed by {wanted}", field="content")
+        chunk_tokens = self.limits.chunk_tokens
+        count = content.num_tokens // chunk_tokens if isinstance(content, api.Tokens) else len(content.hashes)
+        if count > self.limits.keys_per_call:
+            text = f"content has {count} chunks; a call may name {self.limits.keys_per_call}"
+            raise Refusal(Reason.INVALID_FIELD, text, field="content")
+        if isinstance(content, api.Hashes):
+            return ChunkKeys(content.hashes, content.num_tokens, content.first_chunk)
+        if content.num_tokens <= INLINE_HASH_TOKENS:
+            keys = chunk_keys(seed, content.data, chunk_tokens)
+        else:
+            work = (seed, content.data, chunk_tokens)
+            keys = await self._loop.run_in_executor(self.hands.cpu_pool, chunk_keys, *work)
+        return ChunkKeys(keys, content.num_tokens)
+
+    def next_mapping_id(self) -> int:
+        self._next_mapping += 1
+        return self._next_mapping
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    async def wait_call(self, client_id: str, call_id: int) -> tuple[ChunkResult, ...]:
+        """Results of a running call. If the last waiter is cancelled, the call is revoked."""
+        key = (client_id, call_id)
+        future: asyncio.Future[tuple[ChunkResult, ...]] = self._loop.create_future()
+        waiters = self._calls.setdefault(key, set())
+        waiters.add(future)
+        self.pump()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            waiters.discard(future)
+            if not waiters and self._calls.get(key) is waiters:
+                del self._calls[key]
+                self.book.revoke(self.now(), client_id, call_id)
+                self.pump()
+            raise
+
+    async def wait_calls_ended(self, client_id: str, call_ids: Sequence[int]) -> None:
+        """Returns when each of these running calls has ended; being cancelled revokes nothing."""
+        futures: list[asyncio.Future[tuple[ChunkResult, ...]]] = []
+        for call_id in call_ids:
+            future: asyncio.Future[tuple[ChunkResult, ...]] = self._loop.create_future()
+            self._calls.setdefault((client_id, call_id), set()).add(future)
+            futures.append(future)
+        self.pump()
+        try:
+            if futures:
+                await asyncio.wait(futures)
+        finally:
+            for call_id, future in zip(call_ids, futures, strict=True):
+                self._drop_waiter((client_id, call_id), future)
+
+    def _drop_waiter(self, key: CallKey, future: asyncio.Future[tuple[ChunkResult, ...]]) -> None:
+        waiters = self._calls.get(key)
+        if waiters is not None:
+            waiters.discard(future)
+            if not waiters:
+                del self._calls[key]
+
+    async def wait_job(self, job_id: bytes, wait_ms: int) -> None:
+        """Returns when the job is final or gone, or after ``wait_ms``."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        waiters = self._jobs.setdefault(job_id, set())
+        waiters.add(future)
+        await asyncio.wait((future,), timeout=wait_ms / 1000)
+        waiters.discard(future)
+        if not waiters and self._jobs.get(job_id) is waiters:
+            del self._jobs[job_id]
+
+    async def wait_unmapped(self, mapping_id: int) -> None:
+        """Returns when nothing of this mapping is open any more."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._unmaps.setdefault(mapping_id, set()).add(future)
+        self.pump()
+        await future
+
+    async def wait_pulse(self, timeout_s: float) -> None:
+        """Returns when something has happened, or after the time."""
+        pulse = self._pulse
+        waiter = asyncio.ensure_future(pulse.wait())
+        try:
+            await asyncio.wait((waiter,), timeout=max(timeout_s, 0))
+        finally:
+            waiter.cancel()
+
+    # ---- streams ----------------------------------------------------------------------------------------------------
+
+    def open_stream(self, client_id: str) -> asyncio.Queue[api.AttachEvent | None]:
+        """The client's event queue; an earlier one ends."""
+        self.hands.affinity.bind(client_id)
+        earlier = self._streams.get(client_id)
+        if earlier is not None:
+            earlier.put_nowait(None)
+        queue: asyncio.Queue[api.AttachEvent | None] = asyncio.Queue()
+        self._streams[client_id] = queue
+        return queue
+
+    def close_stream(self, client_id: str, queue: asyncio.Queue[api.AttachEvent | None]) -> bool:
+        """True when this was the client's current stream."""
+        if self._streams.get(client_id) is not queue:
+            return False
+        del self._streams[client_id]
+        return True
+
+    def announce_drain(self, reason: str) -> None:
+        """Tells every attached client that the server is going away."""
+        self.draining = True
+        for queue in self._streams.values():
+            queue.put_nowait(api.AttachEvent(True, reason=reason))
+
+    # ---- the outbox -------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Carries out what the bookkeeper wants done. Call after every call of it."""
+        actions = self.book.drain()
+        while actions:
+            for action in actions:
+                self._act(action)
+            actions = self.book.drain()
+            self._pulse.set()
+            self._pulse = asyncio.Event()
+        self._set_timer()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case RunSlice():
+                future = self.hands.affinity.submit(action.client_id, self.hands.mover.copy, action)
+                future.add_done_callback(lambda done: self._post(self._slice_ended, action, done))
+            case CallEnded(client_id, call_id, results):
+                for waiter in self._calls.pop((client_id, call_id), ()):
+                    if not waiter.done():
+                        waiter.set_result(results)
+            case JobDone(job_id):
+                for job_waiter in self._jobs.pop(job_id, ()):
+                    if not job_waiter.done():
+                        job_waiter.set_result(None)
+            case ProbeTiers():
+                self._spawn(self._probe(action))
+            case ReadTier():
+                self._reads[action.read_id] = (action.tier, self._spawn(self._read(action)))
+            case CancelRead(read_id):
+                if read_id in self._reads:
+                    self._reads[read_id][1].cancel()
+            case Unmap(client_id, mapping_id):
+                unmapping = self.hands.affinity.submit(client_id, self.hands.mover.unmap, mapping_id)
+                unmapping.add_done_callback(lambda done: self._post(self._unmapped, mapping_id, done))
+            case SessionEnded(client_id):
+                self.hands.affinity.release(client_id)
+                self.block_sizes.pop(client_id, None)
+                ended = self._streams.pop(client_id, None)
+                if ended is not None:
+                    ended.put_nowait(None)
+            case EngineDraining(client_id):
+                stream = self._streams.get(client_id)
+                if stream is not None:
+                    stream.put_nowait(api.AttachEvent(True, reason="the engine is being drained"))
+
+    def _post(self, callback: object, *args: object) -> None:
+        """From an affinity thread onto the loop. After the loop has closed there is nobody left to tell."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
+
+    def _slice_ended(self, work: RunSlice, done: Future[SliceReport]) -> None:
+        error = done.exception()
+        if error is not None:
+            log.error("mover failed", slice_id=work.slice_id, client_id=work.client_id, exc_info=error)
+            report = SliceReport(0, "INTERNAL", torn=True)
+        else:
+            report = done.result()
+        self.book.slice_done(self.now(), work.slice_id, report)
+        self.pump()
+
+    def _unmapped(self, mapping_id: int, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            log.error("unmap failed", mapping_id=mapping_id, exc_info=error)
+        for waiter in self._unmaps.pop(mapping_id, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _set_timer(self) -> None:
+        now = self.now()
+        wake_ns = self.book.next_wake(now)
+        if wake_ns is None or (self._timer is not None and self._timer_ns <= wake_ns):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_ns = wake_ns
+        self._timer = self._loop.call_later(max(wake_ns - now, MS) / 1e9, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self.tick()
+
+    # ---- tiers ------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _probe(self, action: ProbeTiers) -> None:
+        found = [""] * len(action.objects)
+        for name, tier in self.hands.tiers.items():
+            open_at = [at for at, where in enumerate(found) if not where]
+            if not open_at or not tier.healthy:
+                continue
+            try:
+                present = await tier.exists([action.objects[at].name for at in open_at])
+            except TierFault as fault:
+                log.warning("tier probe failed", tier=name, reason=fault.reason.value)
+                continue
+            for at, is_there in zip(open_at, present, strict=True):
+                if is_there:
+                    found[at] = name
+        self.book.probe_done(self.now(), action.probe_id, found)
+        self.pump()
+
+    async def _read(self, action: ReadTier) -> None:
+        ok = False
+        try:
+            views = [self.hands.arena.view(*extent) for extent in trim(action.extents, action.object.size_bytes)]
+            await self.hands.tiers[action.tier].read(action.object, views)
+            ok = True
+        except TierFault as fault:
+            log.warning("tier read failed", tier=action.tier, reason=fault.reason.value)
+        except asyncio.CancelledError:
+            log.debug("tier read cancelled", tier=action.tier)
+        finally:
+            self._reads.pop(action.read_id, None)
+        self.book.read_done(self.now(), action.read_id, ok)
+        self.pump()
+
+    def reads_in_flight(self, tier: str) -> int:
+        """Reads of this tier that have not ended."""
+        return sum(1 for name, _ in self._reads.values() if name == tier)
+
+    # ---- end --------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends tasks, waits for running copies, closes the mover. No call may run any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+        await asyncio.to_thread(self.hands.affinity.close)
+        self.hands.cpu_pool.shutdown(wait=True)
+        for tier in self.hands.tiers.values():
+            await tier.close()
+        self.hands.mover.close()
+
+
+def trim(extents: Sequence[Extent], size_bytes: int) -> list[Extent]:
+    """The first ``size_bytes`` of the extents: a slot may be larger than its object."""
+    out: list[Extent] = []
+    for offset, length in extents:
+        if size_bytes <= 0:
+            break
+        out.append((offset, min(length, size_bytes)))
+        size_bytes -= length
+    return out

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache in process, as one client sees it: CacheApi over the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import ParamSpec
+
+from kvgrpc import api
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import (
+    MS,
+    ChunkResult,
+    Ended,
+    LookupAnswer,
+    LookupCommand,
+    PrefetchStatus,
+    Registration,
+    Role,
+    StoreCommand,
+    TokenRange,
+)
+from kvgrpc.runtime.driver import Driver
+from kvgrpc.transfer.layout import check_layout, stored_form
+
+P = ParamSpec("P")
+
+
+class DriverSession:
+    """CacheApi of the client ``client_id``. Holds no state of its own: make as many as you like."""
+
+    def __init__(self, driver: Driver, client_id: str) -> None:
+        self._driver = driver
+        self._client_id = client_id
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    async def handshake(self, hello: api.Hello) -> api.ServerInfo:
+        if hello.protocol_major != api.PROTOCOL_MAJOR:
+            text = (
+                f"the client speaks protocol {hello.protocol_major}.{hello.protocol_minor}, this server "
+                f"{api.PROTOCOL_MAJOR}.{api.PROTOCOL_MINOR}; the major versions must be equal"
+            )
+            raise Refusal(Reason.PROTOCOL_VERSION, text, field="protocol_major")
+        driver = self._driver
+        space_base = b""
+        if hello.identity is not None:
+            space_base = driver.book.space_base(driver.now(), hello.identity)
+        limits = driver.limits
+        arena_bytes = driver.book.arena_status().total_bytes
+        return api.ServerInfo(
+            protocol_major=api.PROTOCOL_MAJOR,
+            protocol_minor=api.PROTOCOL_MINOR,
+            server_version=driver.facts.server_version,
+            server_epoch=driver.facts.server_epoch,
+            chunk_tokens=limits.chunk_tokens,
+            hash_algorithm=api.OWN_HASH_ALGORITHM,
+            limits=api.Limits(
+                keys_per_call=limits.keys_per_call,
+                jobs_per_engine=limits.jobs_per_engine,
+                message_bytes=driver.facts.message_bytes,
+                clients=limits.clients,
+                calls_per_client=limits.calls_per_client,
+                lease_ms=limits.lease_ns // MS,
+                record_ms=limits.record_ns // MS,
+                reattach_grace_ms=limits.reattach_grace_ns // MS,
+                pin_bytes=int(arena_bytes * limits.pin_share),
+                hold_bytes=int(arena_bytes * limits.hold_share),
+            ),
+            host_id=driver.facts.host_id,
+            space_base=space_base,
+        )
+
+    async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncIterator[api.AttachEvent]:
+        driver = self._driver
+        resumed = driver.book.attach(driver.now(), self._client_id, engine_id, role, session_id)
+        queue = driver.open_stream(self._client_id)
+        driver.pump()
+        try:
+            yield api.AttachEvent(False, driver.facts.server_epoch, resumed)
+            if driver.draining:
+                yield api.AttachEvent(True, reason="the server is being drained")
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            if driver.close_stream(self._client_id, queue):
+                driver.book.detach(driver.now(), self._client_id, session_id)
+                driver.pump()
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    async def register(self, request: api.RegisterRequest) -> api.RegisterAnswer:
+        driver = self._driver
+        self._check_host(request.host_id)
+        geometry = check_layout(request.layout, driver.limits.chunk_tokens)
+        form = stored_form(request.layout.groups)
+        if request.identity.stored_form not in ("", form):
+            text = f"the layout's stored form is {form!r}, the identity says {request.identity.stored_form!r}"
+            raise Refusal(Reason.STORED_FORM_MISMATCH, text, field="identity.stored_form")
+        driver.book.check_client(self._client_id, request.engine_id)
+        mapping_id = driver.next_mapping_id()
+        await self._map(mapping_id, request.layout)
+        registration = Registration(
+            engine_id=request.engine_id,
+            identity=replace(request.identity, stored_form=form),
+            kv_rank=request.kv_rank,
+            tp_rank=request.tp_rank,
+            tp_size=request.tp_size,
+            kv_tp_size=request.kv_tp_size,
+            geometry=geometry,
+            memory_bytes=sum(memory.size_bytes for memory in request.layout.memory),
+            mapping_id=mapping_id,
+            layout_digest=hashlib.sha256(repr(request.layout).encode()).digest(),
+        )
+        try:
+            registered = driver.book.register(driver.now(), self._client_id, registration)
+        except Refusal:
+            self._submit(driver.hands.mover.unmap, mapping_id)
+            raise
+        if not registered.changed:
+            await asyncio.wrap_future(self._submit(driver.hands.mover.unmap, mapping_id))
+        driver.block_sizes[self._client_id] = geometry.block_size
+        driver.pump()
+        return api.RegisterAnswer(
+            space_base=registered.space_base,
+            chunk_tokens=driver.limits.chunk_tokens,
+            registration_epoch=registered.registration_epoch,
+            stored_form=form,
+            object_bytes=registered.object_bytes,
+        )
+
+    def _check_host(self, host_id: str) -> None:
+        if not host_id:
+            text = "host_id is empty; send the host_id that Handshake answers on the client's own host"
+            raise Refusal(Reason.INVALID_FIELD, text, field="host_id")
+        own = self._driver.facts.host_id
+        if host_id != own:
+            text = f"the client's memory is on host {host_id}, this server is on host {own}; use the node's own server"
+            raise Refusal(Reason.HOST_MISMATCH, text, field="host_id", resource=host_id)
+
+    def _submit(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Future[None]:
+        return self._driver.hands.affinity.submit(self._client_id, work, *args, **kwargs)
+
+    async def _map(self, mapping_id: int, layout: api.Layout) -> None:
+        mover = self._driver.hands.mover
+        try:
+            await asyncio.wrap_future(self._submit(mover.map, mapping_id, layout))
+        except asyncio.CancelledError:
+            self._submit(mover.unmap, mapping_id)
+            raise
+
+    async def unregister(self, engine_id: str) -> None:
+        driver = self._driver
+        mapping_id = driver.book.unregister(driver.now(), self._client_id, engine_id)
+        if mapping_id is not None:
+            await driver.wait_unmapped(mapping_id)
+
+    # ---- lookup -----------------------------------------------------------------------------------------------------
+
+    async def lookup(self, request: api.LookupRequest) -> LookupAnswer:
+        driver = self._driver
+        earlier = driver.book.find_lookup(
+            driver.now(), self._client_id, request.engine_id, request.request_id, request.attempt
+        )
+        if earlier is not None:
+            return earlier
+        content = await driver.chunk_keys(request.space, request.content)
+        answer = driver.book.lookup(
+            driver.now(),
+            self._client_id,
+            LookupCommand(
+                engine_id=request.engine_id,
+                request_id=request.request_id,
+                attempt=request.attempt,
+                space=request.space,
+                content=content,
+                tp_size=request.tp_size,
+                job_id=secrets.token_bytes(16),
+                kv_ranks=request.kv_ranks,
+                prefetch_wait_ns=request.prefetch_wait_ms * MS,
+                policy=request.policy,
+            ),
+        )
+        driver.pump()
+        return answer
+
+    async def query(self, engine_id: str, job_id: bytes, wait_ms: int = 0) -> PrefetchStatus:
+        driver = self._driver
+        status = driver.book.query(driver.now(), self._client_id, engine_id, job_id)
+        if wait_ms and not status.done:
+            await driver.wait_job(job_id, wait_ms)
+            status = driver.book.query(driver.now(), self._client_id, engine_id, job_id)
+        return status
+
+    async def free(self, request: api.FreeRequest) -> int:
+        driver = self._driver
+        released = driver.book.free(driver.now(), self._client_id, request)
+        driver.pump()
+        return released
+
+    async def end_request(self, engine_id: str, request_id: str) -> Ended:
+        driver = self._driver
+        ended = driver.book.end_request(driver.now(), self._client_id, engine_id, request_id)
+        driver.pump()
+        return ended
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    async def store(self, request: api.StoreRequest) -> tuple[ChunkResult, ...]:
+        driver = self._driver
+        if request.ready_event:
+            text = "ready_event is for memory on a card; leave it empty and send the call when the bytes are ready"
+            raise Refusal(Reason.READY_EVENT_UNSUPPORTED, text, field="ready_event")
+        driver.book.check_client(self._client_id, request.engine_id)
+        content = await driver.chunk_keys(request.space, request.content)
+        tokens = request.range
+        if tokens is None:
+            block_size = driver.block_sizes.get(self._client_id, 1)
+            tokens = TokenRange(0, content.num_tokens // block_size * block_size)
+        command = StoreCommand(
+            engine_id=request.engine_id,
+            call_id=request.call_id,
+            space=request.space,
+            content=content,
+            range=tokens,
+            blocks=request.blocks,
+            policy=request.policy,
+        )
+        results = driver.book.store(driver.now(), self._client_id, command)
+        return await self._results(request.call_id, results)
+
+    async def retrieve(self, request: api.RetrieveRequest) -> tuple[ChunkResult, ...]:
+        results = self._driver.book.retrieve(self._driver.now(), self._client_id, request)
+        return await self._results(request.call_id, results)
+
+    async def _results(self, call_id: int, results: tuple[ChunkResult, ...] | None) -> tuple[ChunkResult, ...]:
+        if results is not None:
+            self._driver.pump()
+            return results
+        return await self._driver.wait_call(self._client_id, call_id)
+
+    async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
+        driver = self._driver
+        running = driver.book.fence(driver.now(), self._client_id, engine_id, call_ids)
+        await driver.wait_calls_ended(self._client_id, running)
