@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver and what it drives: it owns the bookkeeper on the event loop, reads the clock and carries out the outbox."""
+"""The driver: it owns the bookkeeper on the event loop, reads the clock and carries out the outbox."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads with affinity: everything of one client runs on one thread, in the order it was submitted.
 
-A new client is bound to the thread with the fewest clients, so no two share one while another is free. Threads start when
-first bound. All methods belong to the event loop's thread; what is submitted runs on the bound thread.
+A new client is bound to the thread with the fewest clients, so no two share one while another is free. Threads start
+with their first work. All methods belong to the event loop's thread; what is submitted runs on the bound thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AffinityExecutor:
         return None if lane is None else lane.number
 
     def submit(self, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs ``work`` on the client's thread after all it submitted before. KeyError for a client that is not bound."""
+        """Runs ``work`` on the client's thread after all it submitted before. KeyError for a client not bound."""
         lane = self._bound[client_id]
         if lane.pool is None:
             lane.pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-{lane.number}")

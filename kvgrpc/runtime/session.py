@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
@@ -29,6 +28,7 @@ from kvgrpc.runtime.driver import Driver
 from kvgrpc.transfer.layout import check_layout, stored_form
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class DriverSession:
@@ -104,7 +104,7 @@ class DriverSession:
             raise Refusal(Reason.STORED_FORM_MISMATCH, text, field="identity.stored_form")
         driver.book.check_client(self._client_id, request.engine_id)
         mapping_id = driver.next_mapping_id()
-        await self._map(mapping_id, request.layout)
+        digest = await self._map(mapping_id, request.layout)
         registration = Registration(
             engine_id=request.engine_id,
             identity=replace(request.identity, stored_form=form),
@@ -115,7 +115,7 @@ class DriverSession:
             geometry=geometry,
             memory_bytes=sum(memory.size_bytes for memory in request.layout.memory),
             mapping_id=mapping_id,
-            layout_digest=hashlib.sha256(repr(request.layout).encode()).digest(),
+            layout_digest=digest,
         )
         try:
             registered = driver.book.register(driver.now(), self._client_id, registration)
@@ -143,13 +143,13 @@ class DriverSession:
             text = f"the client's memory is on host {host_id}, this server is on host {own}; use the node's own server"
             raise Refusal(Reason.HOST_MISMATCH, text, field="host_id", resource=host_id)
 
-    def _submit(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Future[None]:
+    def _submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return self._driver.hands.affinity.submit(self._client_id, work, *args, **kwargs)
 
-    async def _map(self, mapping_id: int, layout: api.Layout) -> None:
+    async def _map(self, mapping_id: int, layout: api.Layout) -> bytes:
         mover = self._driver.hands.mover
         try:
-            await asyncio.wrap_future(self._submit(mover.map, mapping_id, layout))
+            return await asyncio.wrap_future(self._submit(mover.map, mapping_id, layout))
         except asyncio.CancelledError:
             self._submit(mover.unmap, mapping_id)
             raise
