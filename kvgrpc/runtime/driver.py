@@ -2,8 +2,8 @@
 """The driver: the only owner of the bookkeeper.
 
 It lives on one event loop. Every call reads the clock, asks the bookkeeper, and then carries out the outbox: slices go
-to the affinity threads, tier reads become tasks, waiting callers are woken. What the hands report comes back onto the loop
-as data. Nothing but this loop's thread ever touches the bookkeeper.
+to the affinity threads, tier reads become tasks, waiting callers are woken. What the hands report comes back onto the
+loop as data. Nothing but this loop's thread ever touches the bookkeeper.
 """
 
 from __future__ import annotations
