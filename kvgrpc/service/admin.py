@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdminService over the operator's interface: decode, await, encode. Refusals pass through to the interceptor."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvgrpc.api import AdminApi
+from kvgrpc.service.traffic import Traffic
+from kvgrpc.v1 import admin_pb2, admin_pb2_grpc
+from kvgrpc.wire import admin as wire
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """Looks at and changes the cache as a whole."""
+
+    def __init__(self, admin: AdminApi, traffic: Traffic) -> None:
+        self._admin = admin
+        self._traffic = traffic
+
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: object) -> admin_pb2.GetStatusResponse:
+        status = await self._admin.get_status()
+        draining = status.draining or self._traffic.draining.is_set()
+        return wire.encode_server_status(dataclasses.replace(status, draining=draining))
+
+    async def ListEngines(
+        self, request: admin_pb2.ListEnginesRequest, context: object
+    ) -> admin_pb2.ListEnginesResponse:
+        return wire.encode_engines(await self._admin.list_engines())
+
+    async def ListSpaces(self, request: admin_pb2.ListSpacesRequest, context: object) -> admin_pb2.ListSpacesResponse:
+        return wire.encode_spaces(await self._admin.list_spaces())
+
+    async def Clear(self, request: admin_pb2.ClearRequest, context: object) -> admin_pb2.ClearResponse:
+        return wire.encode_clear_response(await self._admin.clear(wire.decode_clear_request(request)))
+
+    async def BumpGeneration(
+        self, request: admin_pb2.BumpGenerationRequest, context: object
+    ) -> admin_pb2.BumpGenerationResponse:
+        model, space_base = wire.decode_bump_request(request)
+        return wire.encode_bump_response(await self._admin.bump_generation(model=model, space_base=space_base))
+
+    async def Pin(self, request: admin_pb2.PinRequest, context: object) -> admin_pb2.PinResponse:
+        return wire.encode_pin_response(await self._admin.pin(*wire.decode_pin_request(request)))
+
+    async def Unpin(self, request: admin_pb2.UnpinRequest, context: object) -> admin_pb2.UnpinResponse:
+        released_chunks = await self._admin.unpin(wire.decode_unpin_request(request))
+        return admin_pb2.UnpinResponse(released_chunks=released_chunks)
+
+    async def DrainEngine(
+        self, request: admin_pb2.DrainEngineRequest, context: object
+    ) -> admin_pb2.DrainEngineResponse:
+        drained = await self._admin.drain_engine(*wire.decode_drain_request(request))
+        return admin_pb2.DrainEngineResponse(drained=drained)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server knows of a method before it runs, and of a call while it runs."""
+
+from __future__ import annotations
+
+import secrets
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CLIENT_ID_KEY = "kvgrpc-client-id"
+REQUEST_ID_KEY = "kvgrpc-request-id"
+NAME_MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How calls of one method are treated.
+
+    ``needs_client``: the client id is required. ``copies``: gets the longer default deadline. ``exempt``: has no
+    default deadline. ``while_draining``: is answered while the server drains, because it only gives back or reads.
+    ``holds_drain``: the drain waits for it. ``limited``: counts towards the limit of running calls, and is refused
+    there.
+    """
+
+    needs_client: bool = True
+    copies: bool = False
+    exempt: bool = False
+    while_draining: bool = False
+    holds_drain: bool = True
+    limited: bool = True
+
+
+_OPERATOR = Rule(needs_client=False, limited=False)
+_OPERATOR_READS = Rule(needs_client=False, limited=False, while_draining=True, holds_drain=False)
+
+CACHE_SERVICE = "kvgrpc.v1.KvCacheService"
+ENGINE_SERVICE = "kvgrpc.v1.EngineService"
+ADMIN_SERVICE = "kvgrpc.v1.AdminService"
+SERVICES = (CACHE_SERVICE, ENGINE_SERVICE, ADMIN_SERVICE)
+
+RULES: dict[str, Rule] = {
+    f"/{CACHE_SERVICE}/Lookup": Rule(),
+    f"/{CACHE_SERVICE}/QueryPrefetchStatus": Rule(while_draining=True, holds_drain=False),
+    f"/{CACHE_SERVICE}/Store": Rule(copies=True),
+    f"/{CACHE_SERVICE}/Retrieve": Rule(copies=True),
+    f"/{CACHE_SERVICE}/FreeLookupLocks": Rule(while_draining=True),
+    f"/{CACHE_SERVICE}/EndRequest": Rule(while_draining=True),
+    f"/{CACHE_SERVICE}/Fence": Rule(copies=True, while_draining=True),
+    f"/{ENGINE_SERVICE}/Handshake": Rule(needs_client=False),
+    f"/{ENGINE_SERVICE}/Attach": Rule(exempt=True, holds_drain=False, limited=False),
+    f"/{ENGINE_SERVICE}/RegisterKvCache": Rule(copies=True),
+    f"/{ENGINE_SERVICE}/UnregisterKvCache": Rule(copies=True, while_draining=True),
+    f"/{ADMIN_SERVICE}/GetStatus": _OPERATOR_READS,
+    f"/{ADMIN_SERVICE}/ListEngines": _OPERATOR_READS,
+    f"/{ADMIN_SERVICE}/ListSpaces": _OPERATOR_READS,
+    f"/{ADMIN_SERVICE}/Clear": _OPERATOR,
+    f"/{ADMIN_SERVICE}/BumpGeneration": _OPERATOR,
+    f"/{ADMIN_SERVICE}/Pin": _OPERATOR,
+    f"/{ADMIN_SERVICE}/Unpin": _OPERATOR,
+    f"/{ADMIN_SERVICE}/DrainEngine": Rule(needs_client=False, limited=False, copies=True, holds_drain=False),
+}
+
+
+def is_name(value: str) -> bool:
+    """1 to 64 printable ASCII characters without spaces."""
+    return 0 < len(value) <= NAME_MOST and value.isascii() and value.isprintable() and " " not in value
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. ``client_id`` is the peer's, unchecked; ``request_id`` the peer's if well formed, else made here."""
+
+    method: str
+    rule: Rule
+    client_id: str
+    request_id: str
+
+
+def read_call(method: str, rule: Rule, metadata: Iterable[tuple[str, str | bytes]]) -> Call:
+    client_id = request_id = ""
+    for key, value in metadata:
+        if key == CLIENT_ID_KEY:
+            client_id = value if isinstance(value, str) else ""
+        elif key == REQUEST_ID_KEY:
+            request_id = value if isinstance(value, str) and is_name(value) else ""
+    return Call(method, rule, client_id, request_id or secrets.token_hex(8))
+
+
+CURRENT: ContextVar[Call] = ContextVar("kvgrpc_call")
+"""The call that the running coroutine answers."""

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one interceptor: request id, checks, default deadline, rich errors and a log line for every call of our services.
+
+Each check is a function of the call that raises a Refusal. Health and reflection pass untouched. A deadline, a cancel
+by the peer and the peer's end all reach the servicer as ``asyncio.CancelledError``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.service.calls import CLIENT_ID_KEY, CURRENT, NAME_MOST, REQUEST_ID_KEY, RULES, Call, is_name, read_call
+from kvgrpc.service.deadline import Deadline
+from kvgrpc.service.traffic import Traffic
+from kvgrpc.status import DETAILS_KEY, REASON_CODES, rich_status
+from kvgrpc.telemetry.log import REQUEST_ID, logger
+
+log = logger("service")
+
+Check = Callable[[Call], None]
+_Method = grpc.RpcMethodHandler[Any, Any]
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+DETAILS_CHARS = 500
+"""Longest error message: it travels three times in the trailers, which peers accept up to 8 KiB."""
+
+DRAIN_RETRY_MS = 1000
+LIMIT_RETRY_MS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds of one call, and of all together."""
+
+    message_bytes: int
+    running_calls: int
+    deadline_s: float
+    copy_deadline_s: float
+
+
+def check_client_id(call: Call) -> None:
+    """Methods of engines need a client id; one that is sent anyway must be well formed."""
+    if (call.rule.needs_client or call.client_id) and not is_name(call.client_id):
+        raise Refusal(
+            Reason.CLIENT_ID_MISSING,
+            f"metadata {CLIENT_ID_KEY} must name the client: 1 to {NAME_MOST} printable ASCII characters, no spaces",
+            field=CLIENT_ID_KEY,
+        )
+
+
+def check_draining(traffic: Traffic, call: Call) -> None:
+    if traffic.draining.is_set() and not call.rule.while_draining:
+        raise Refusal(
+            Reason.SERVER_DRAINING,
+            f"the server is going away ({traffic.reason}); try again when it is back",
+            retry_after_ms=DRAIN_RETRY_MS,
+        )
+
+
+def check_running_calls(traffic: Traffic, most: int, call: Call) -> None:
+    if call.rule.limited and traffic.limited_calls >= most:
+        raise Refusal(
+            Reason.CALL_LIMIT,
+            f"the server answers {most} calls already, its limit; try again later",
+            retry_after_ms=LIMIT_RETRY_MS,
+            resource="running calls",
+        )
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every method that has a rule. Used on the server's event loop only."""
+
+    def __init__(self, traffic: Traffic, limits: CallLimits, checks: Sequence[Check] = ()) -> None:
+        self._traffic = traffic
+        self._limits = limits
+        self._checks: tuple[Check, ...] = (
+            check_client_id,
+            partial(check_draining, traffic),
+            partial(check_running_calls, traffic, limits.running_calls),
+            *checks,
+        )
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Method | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Method | None:
+        method = await continuation(handler_call_details)
+        rule = RULES.get(handler_call_details.method)
+        if method is None or rule is None:
+            return method
+        call = read_call(handler_call_details.method, rule, handler_call_details.invocation_metadata)
+        if method.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                partial(self._answer_stream, call, method), response_serializer=method.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            partial(self._answer, call, method), response_serializer=method.response_serializer
+        )
+
+    async def _answer(self, call: Call, method: _Method, raw: bytes, context: _Context) -> Any:
+        context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+
+        async def act() -> Any:
+            request = self._read(method, raw)
+            servicer: Any = method.unary_unary
+            async with Deadline(self._default_deadline_s(call, request, context)):
+                return await servicer(request, context)
+
+        return await self._run(call, context, act)
+
+    async def _answer_stream(self, call: Call, method: _Method, raw: bytes, context: _Context) -> None:
+        trailer = ((REQUEST_ID_KEY, call.request_id),)
+        context.set_trailing_metadata(trailer)
+
+        async def act() -> None:
+            request = self._read(method, raw)
+            servicer: Any = method.unary_stream
+            answers: AsyncGenerator[Any, None] = servicer(request, context)
+            try:
+                await context.send_initial_metadata(trailer)
+                async for answer in answers:
+                    await context.write(answer)
+            finally:
+                # not left to the garbage collector: closing is what tells the cache that the peer is gone
+                await answers.aclose()
+
+        await self._run(call, context, act)
+
+    async def _run(self, call: Call, context: _Context, act: Callable[[], Awaitable[Any]]) -> Any:
+        CURRENT.set(call)
+        REQUEST_ID.set(call.request_id)
+        start = time.perf_counter()
+        try:
+            for check in self._checks:
+                check(call)
+            self._traffic.enter(call.rule)
+            try:
+                answer = await act()
+            finally:
+                self._traffic.leave(call.rule)
+        except Refusal as refusal:
+            code = REASON_CODES[refusal.reason].name
+            # not the message: it may name what the peer sent
+            log.warning(
+                "call refused", **_facts(call, start), code=code, reason=refusal.reason.value, field=refusal.field
+            )
+            await self._abort(call, context, refusal)
+        except asyncio.CancelledError:
+            log.debug("call cancelled", **_facts(call, start))
+            raise
+        except Exception:  # the outermost loop: a bug must not show its inside to the peer
+            log.error("call failed", **_facts(call, start), exc_info=True)
+            await self._abort(
+                call,
+                context,
+                Refusal(Reason.INTERNAL, f"the server failed; its log says why under request id {call.request_id}"),
+            )
+        else:
+            log.debug("call", **_facts(call, start), code="OK")
+            return answer
+
+    async def _abort(self, call: Call, context: _Context, refusal: Refusal) -> None:
+        short = Refusal(
+            refusal.reason,
+            refusal.message[:DETAILS_CHARS],
+            field=refusal.field,
+            retry_after_ms=refusal.retry_after_ms,
+            resource=refusal.resource,
+        )
+        await context.abort(
+            REASON_CODES[short.reason],
+            short.message,
+            ((REQUEST_ID_KEY, call.request_id), (DETAILS_KEY, rich_status(short).SerializeToString())),
+        )
+
+    def _read(self, method: _Method, raw: bytes) -> Any:
+        most = self._limits.message_bytes
+        if len(raw) > most:
+            raise Refusal(
+                Reason.MESSAGE_TOO_LARGE,
+                f"the message has {len(raw)} bytes; the server takes at most {most}",
+                resource="message bytes",
+            )
+        assert method.request_deserializer is not None
+        try:
+            return method.request_deserializer(raw)
+        except DecodeError:
+            raise Refusal(Reason.INVALID_FIELD, "the request is not a message of this method") from None
+
+    def _default_deadline_s(self, call: Call, request: Any, context: _Context) -> float | None:
+        remaining_s: Any = context.time_remaining()  # None without a deadline, whatever its type says
+        if call.rule.exempt or remaining_s is not None:
+            return None
+        default_s = self._limits.copy_deadline_s if call.rule.copies else self._limits.deadline_s
+        return max(default_s, getattr(request, "wait_ms", 0) / 1000 + self._limits.deadline_s)
+
+
+def _facts(call: Call, start: float) -> dict[str, Any]:
+    return {
+        "method": call.method.removeprefix("/kvgrpc.v1."),
+        "client_id": call.client_id if is_name(call.client_id) else "",
+        "request_id": call.request_id,
+        "duration_ms": round((time.perf_counter() - start) * 1000, 3),
+    }

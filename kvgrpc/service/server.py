@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gRPC server: one event loop, its listeners, its services, and its end.
+
+Life: ``start``, then ``drain`` (new calls are refused, running ones end) or ``stop`` (at once); ``run`` obeys signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvgrpc.api import AdminApi
+from kvgrpc.core.types import MIB
+from kvgrpc.service.admin import AdminServicer
+from kvgrpc.service.calls import SERVICES
+from kvgrpc.service.health import HEALTH_SERVICE, Health
+from kvgrpc.service.interceptors import CallInterceptor, CallLimits, Check
+from kvgrpc.service.listeners import ListenError, SocketFile, bind_tcp
+from kvgrpc.service.reflection import reflection_handlers
+from kvgrpc.service.servicer import ClientFor, EngineServicer, KvCacheServicer
+from kvgrpc.service.traffic import Traffic
+from kvgrpc.telemetry.log import logger
+from kvgrpc.v1 import admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
+
+log = logger("service")
+
+MESSAGE_SLACK_BYTES = MIB
+"""How far beyond the limit a message still gets our rich error; beyond that gRPC refuses it, naming its own limit."""
+
+PING_INTERVAL_MS = 10_000
+STOP_S = 1.0
+"""What calls that outlived the drain have to end after being cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Where and how the server listens. ``socket`` None = no Unix socket; ``listen``: ``HOST:PORT``, port 0 chooses."""
+
+    socket: Path | None = None
+    socket_mode: int = 0o600
+    socket_group: str = ""
+    listen: tuple[str, ...] = ()
+    insecure: bool = False
+    reflection: bool = False
+    message_bytes: int = 16 * MIB
+    running_calls: int = 16384
+    deadline_s: float = 5.0
+    copy_deadline_s: float = 30.0
+    drain_s: float = 25.0
+
+
+class Server:
+    """Serves a cache over gRPC. Everything happens on the event loop that awaits ``start``.
+
+    ``client_for`` answers the cache as one client sees it, ``admin`` is the operator's view; ``checks`` are asked for
+    every call after the built-in ones.
+    """
+
+    def __init__(
+        self, options: ServerOptions, client_for: ClientFor, admin: AdminApi, checks: Sequence[Check] = ()
+    ) -> None:
+        self._options = options
+        self._client_for = client_for
+        self._admin = admin
+        self._checks = checks
+        self._traffic = Traffic()
+        self._health = Health(SERVICES)
+        self._socket: SocketFile | None = None
+        self._server: grpc.aio.Server | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._stopped = asyncio.Event()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the started server listens, as gRPC targets: ``unix:/path``, ``127.0.0.1:50051``."""
+        return self._addresses
+
+    @property
+    def traffic(self) -> Traffic:
+        """Running calls and the state of the drain."""
+        return self._traffic
+
+    async def start(self) -> None:
+        """Binds every listener and serves. ListenError when one of them cannot be had; then nothing is left behind."""
+        server = self._build()
+        try:
+            self._addresses = self._bind(server)
+            await server.start()
+        except BaseException:
+            await server.stop(None)
+            self._release()
+            raise
+        self._server = server
+        log.info("serving", addresses=list(self._addresses), reflection=self._options.reflection)
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Readiness fails, attached clients are told, new calls are refused, running calls have ``grace_s`` (default:
+        ``drain_s``) to end; then streams end and the server stops."""
+        grace_s = self._options.drain_s if grace_s is None else grace_s
+        log.info("draining", running_calls=self._traffic.holding_calls, grace_s=grace_s)
+        self._health.begin_drain()
+        self._traffic.begin_drain("it is shutting down")
+        if not await self._traffic.wait_idle(grace_s):
+            log.warning("drain time is over", running_calls=self._traffic.holding_calls)
+        await self._end(STOP_S)
+
+    async def stop(self) -> None:
+        """Ends now: running calls are cancelled. Harmless when repeated."""
+        await self._end(None)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._stopped.wait()
+
+    async def _end(self, grace_s: float | None) -> None:
+        self._traffic.close()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            self._server = None
+            log.info("stopped")
+        self._release()
+        self._stopped.set()
+
+    def _release(self) -> None:
+        if self._socket is not None:
+            self._socket.release()
+            self._socket = None
+
+    def _build(self) -> grpc.aio.Server:
+        options = self._options
+        limits = CallLimits(
+            message_bytes=options.message_bytes,
+            running_calls=options.running_calls,
+            deadline_s=options.deadline_s,
+            copy_deadline_s=options.copy_deadline_s,
+        )
+        server = grpc.aio.server(
+            interceptors=(CallInterceptor(self._traffic, limits, self._checks),), options=channel_options(options)
+        )
+        cache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self._client_for), server)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self._client_for, self._traffic), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin, self._traffic), server)
+        server.add_generic_rpc_handlers((self._health.handlers(),))
+        if options.reflection:
+            server.add_generic_rpc_handlers(reflection_handlers((*SERVICES, HEALTH_SERVICE)))
+        return server
+
+    def _bind(self, server: grpc.aio.Server) -> tuple[str, ...]:
+        options = self._options
+        addresses: list[str] = []
+        if options.socket is not None:
+            self._socket = SocketFile(options.socket, options.socket_mode, options.socket_group)
+            addresses.append(self._socket.bind(server.add_insecure_port))
+        addresses += [bind_tcp(address, options.insecure, server.add_insecure_port) for address in options.listen]
+        if not addresses:
+            raise ListenError("no listener: give --socket or --listen")
+        return tuple(addresses)
+
+
+def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
+    """gRPC's own settings. Clients may ping every 10 s, with or without calls, and are never sent away for it."""
+    return [
+        ("grpc.max_receive_message_length", options.message_bytes + MESSAGE_SLACK_BYTES),
+        ("grpc.max_send_message_length", options.message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS),
+    ]
+
+
+async def run(server: Server) -> None:
+    """Serves a started server until SIGTERM or SIGINT, then drains it; a second one stops it at once. Main thread only."""
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    for number in caught:
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        await _first(server.wait(), signals.get())
+        await _first(server.drain(), signals.get())
+        await server.stop()
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+async def _first(*acts: Any) -> None:
+    """Returns when the first of them has ended; the others are cancelled."""
+    tasks = [asyncio.ensure_future(act) for act in acts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()

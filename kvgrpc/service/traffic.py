@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls run, and whether new ones are let in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvgrpc.service.calls import Rule
+
+
+class Traffic:
+    """Counts running calls and carries the two turns of a drain: ``draining`` (no new calls), ``closed`` (streams end).
+
+    Used on one event loop; nothing here may be called from another thread.
+    """
+
+    def __init__(self) -> None:
+        self.draining = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.reason = ""
+        self.limited_calls = 0
+        self._holding = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, rule: Rule) -> None:
+        self.limited_calls += rule.limited
+        if rule.holds_drain:
+            self._holding += 1
+            self._idle.clear()
+
+    def leave(self, rule: Rule) -> None:
+        self.limited_calls -= rule.limited
+        if rule.holds_drain:
+            self._holding -= 1
+            if not self._holding:
+                self._idle.set()
+
+    @property
+    def holding_calls(self) -> int:
+        """Running calls that a drain waits for."""
+        return self._holding
+
+    def begin_drain(self, reason: str) -> None:
+        self.reason = reason
+        self.draining.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether the last call that a drain waits for ended in time."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.closed.set()
