@@ -43,6 +43,7 @@ from kvgrpc.core.types import (
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.tiers.base import Tier, TierFault
+from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
 
 if TYPE_CHECKING:
@@ -56,19 +57,12 @@ INLINE_HASH_TOKENS = 64 << 10
 CallKey = tuple[str, int]
 
 
-class ArenaView:
-    """What the driver needs of an arena: a writable view of an extent."""
-
-    def view(self, offset: int, length: int) -> memoryview:
-        raise NotImplementedError
-
-
 @dataclass
 class Hands:
     """What acts in the world for the driver."""
 
     mover: Mover
-    arena: ArenaView
+    arena: Arena
     affinity: AffinityExecutor
     cpu_pool: ThreadPoolExecutor
     tiers: dict[str, Tier] = field(default_factory=dict[str, Tier])
