@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache over gRPC for programs with an event loop: CacheApi and AdminApi, one client of one server.
+
+Nothing here keeps a session: open ``attach`` first and hold it, or use SchedulerClient or WorkerClient, which do.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+
+from kvgrpc import api
+from kvgrpc.client.address import parse_address
+from kvgrpc.client.channel import ChannelOptions, open_channel
+from kvgrpc.client.fork import add_connection, claim_process
+from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef
+from kvgrpc.status import refusal_from_status
+from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
+from kvgrpc.wire import admin, cache, engine
+
+CLIENT_ID_KEY = "kvgrpc-client-id"
+DEFAULT_OPTIONS = ChannelOptions()
+
+Request = TypeVar("Request", contravariant=True)
+Response = TypeVar("Response", covariant=True)
+Answer = TypeVar("Answer")
+
+
+class _Method(Protocol[Request, Response]):
+    def __call__(
+        self, request: Request, /, *, timeout: float | None, metadata: Any, wait_for_ready: bool | None
+    ) -> Awaitable[Response]: ...
+
+
+def new_client_id(role: str) -> str:
+    """A name that no other process has: unlike a process id, which repeats from container to container."""
+    return f"{role}-{secrets.token_hex(12)}"
+
+
+def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:
+    """The refusal behind a failed call."""
+    trailers: Any = error.trailing_metadata() or ()
+    return refusal_from_status(error.code(), error.details(), trailers)
+
+
+@dataclass
+class _Open:
+    """What exists once the channel does."""
+
+    channel: grpc.aio.Channel
+    cache: Any
+    engine: Any
+    admin: Any
+
+
+class AioClient:
+    """CacheApi and AdminApi over one channel.
+
+    Thread rule: belongs to the event loop of its first call; nothing here may be called from another thread or loop.
+    Every method raises Refusal: the server's, or SERVER_UNREACHABLE, DEADLINE or MESSAGE_TOO_LARGE of the connection's
+    own; and ForkedProcessError in a forked child. ``timeout_s`` replaces the default deadline of ``options``. A Store or
+    Retrieve that ends by deadline, cancel or a lost connection may still run on the server: its blocks are free only
+    after ``fence``.
+    """
+
+    def __init__(self, address: str, client_id: str = "", options: ChannelOptions = DEFAULT_OPTIONS) -> None:
+        self.address = parse_address(address)
+        self.client_id = client_id or new_client_id("client")
+        self.options = options
+        self._metadata = ((CLIENT_ID_KEY, self.client_id),)
+        self._opened: _Open | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> AioClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel; calls that still run are cancelled. Harmless when repeated."""
+        self._closed = True
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.channel.close()
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    async def handshake(
+        self, hello: api.Hello, *, timeout_s: float | None = None, wait_for_server: bool = False
+    ) -> api.ServerInfo:
+        """With ``wait_for_server`` a server that is not there yet is awaited until the deadline."""
+        stub = self._stubs().engine.Handshake
+        request = engine.encode_handshake_request(hello)
+        return await self._call(stub, request, engine.decode_handshake_response, timeout_s, wait_for_server)
+
+    async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncGenerator[api.AttachEvent, None]:
+        request = engine.encode_attach_request(engine_id, role, session_id)
+        stream: Any = self._stubs().engine.Attach(request, metadata=self._metadata)
+        try:
+            async for message in stream:
+                event = engine.decode_attach_response(message)
+                if event is not None:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        finally:
+            stream.cancel()
+
+    async def register(self, request: api.RegisterRequest, *, timeout_s: float | None = None) -> api.RegisterAnswer:
+        stub = self._stubs().engine.RegisterKvCache
+        message = engine.encode_register_request(request)
+        return await self._call(stub, message, engine.decode_register_response, timeout_s or self.options.copy_s)
+
+    async def unregister(self, engine_id: str, *, timeout_s: float | None = None) -> None:
+        stub = self._stubs().engine.UnregisterKvCache
+        message = engine.encode_unregister_request(engine_id)
+        await self._call(stub, message, _nothing, timeout_s or self.options.copy_s)
+
+    # ---- cache ------------------------------------------------------------------------------------------------------
+
+    async def lookup(self, request: api.LookupRequest, *, timeout_s: float | None = None) -> LookupAnswer:
+        stub = self._stubs().cache.Lookup
+        return await self._call(stub, cache.encode_lookup_request(request), cache.decode_lookup_response, timeout_s)
+
+    async def query(
+        self, engine_id: str, job_id: bytes, wait_ms: int = 0, *, timeout_s: float | None = None
+    ) -> PrefetchStatus:
+        stub = self._stubs().cache.QueryPrefetchStatus
+        message = cache.encode_query_request(engine_id, job_id, wait_ms)
+        timeout_s = timeout_s or self.options.call_s + wait_ms / 1000
+        return await self._call(stub, message, cache.decode_query_response, timeout_s)
+
+    async def store(self, request: api.StoreRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
+        stub = self._stubs().cache.Store
+        message = cache.encode_store_request(request)
+        return await self._call(stub, message, cache.decode_store_response, timeout_s or self.options.copy_s)
+
+    async def retrieve(
+        self, request: api.RetrieveRequest, *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        stub = self._stubs().cache.Retrieve
+        message = cache.encode_retrieve_request(request)
+        return await self._call(stub, message, cache.decode_retrieve_response, timeout_s or self.options.copy_s)
+
+    async def free(self, request: api.FreeRequest, *, timeout_s: float | None = None) -> int:
+        stub = self._stubs().cache.FreeLookupLocks
+        return await self._call(stub, cache.encode_free_request(request), cache.decode_free_response, timeout_s)
+
+    async def end_request(self, engine_id: str, request_id: str, *, timeout_s: float | None = None) -> Ended:
+        stub = self._stubs().cache.EndRequest
+        message = cache.encode_end_request(engine_id, request_id)
+        return await self._call(stub, message, cache.decode_end_response, timeout_s)
+
+    async def fence(self, engine_id: str, call_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
+        stub = self._stubs().cache.Fence
+        message = cache.encode_fence_request(engine_id, call_ids)
+        await self._call(stub, message, _nothing, timeout_s or self.options.copy_s)
+
+    # ---- operators --------------------------------------------------------------------------------------------------
+
+    async def get_status(self) -> api.ServerStatus:
+        stub = self._stubs().admin.GetStatus
+        return await self._call(stub, admin_pb2.GetStatusRequest(), admin.decode_server_status)
+
+    async def list_engines(self) -> tuple[api.EngineStatus, ...]:
+        stub = self._stubs().admin.ListEngines
+        return await self._call(stub, admin_pb2.ListEnginesRequest(), admin.decode_engines)
+
+    async def list_spaces(self) -> tuple[api.SpaceStatus, ...]:
+        stub = self._stubs().admin.ListSpaces
+        return await self._call(stub, admin_pb2.ListSpacesRequest(), admin.decode_spaces)
+
+    async def clear(self, target: api.ClearTarget) -> Cleared:
+        stub = self._stubs().admin.Clear
+        return await self._call(stub, admin.encode_clear_request(target), admin.decode_clear_response)
+
+    async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
+        stub = self._stubs().admin.BumpGeneration
+        return await self._call(stub, admin.encode_bump_request(model, space_base), admin.decode_bump_response)
+
+    async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
+        stub = self._stubs().admin.Pin
+        return await self._call(stub, admin.encode_pin_request(space, content, ttl_ms), admin.decode_pin_response)
+
+    async def unpin(self, pin_id: bytes) -> int:
+        stub = self._stubs().admin.Unpin
+        return await self._call(stub, admin_pb2.UnpinRequest(pin_id=pin_id), _released_chunks)
+
+    async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
+        stub = self._stubs().admin.DrainEngine
+        message = admin_pb2.DrainEngineRequest(engine=engine, wait_ms=wait_ms)
+        return await self._call(stub, message, _drained, self.options.call_s + wait_ms / 1000)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _stubs(self) -> _Open:
+        claim_process()
+        if self._opened is not None:
+            return self._opened
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        channel = open_channel(self.address, self.options)
+        add_connection(channel, self.address)
+        self._opened = _Open(
+            channel,
+            cache_pb2_grpc.KvCacheServiceStub(channel),
+            engine_pb2_grpc.EngineServiceStub(channel),
+            admin_pb2_grpc.AdminServiceStub(channel),
+        )
+        return self._opened
+
+    async def _call(
+        self,
+        method: _Method[Request, Response],
+        request: Request,
+        decode: Callable[[Response], Answer],
+        timeout_s: float | None = None,
+        wait_for_server: bool = False,
+    ) -> Answer:
+        timeout = self.options.call_s if timeout_s is None else timeout_s
+        wait = True if wait_for_server else None
+        try:
+            response = await method(request, timeout=timeout, metadata=self._metadata, wait_for_ready=wait)
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        return decode(response)
+
+
+def _nothing(_: object) -> None:
+    return None
+
+
+def _released_chunks(message: admin_pb2.UnpinResponse) -> int:
+    return message.released_chunks
+
+
+def _drained(message: admin_pb2.DrainEngineResponse) -> bool:
+    return message.drained

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The background thread of a blocking client: one event loop that owns the channel and all that hangs on it.
+
+Thread rule: ``run``, ``submit``, ``post`` and ``stop`` may be called from any thread but the loop's own; everything
+that they are given runs on the loop's thread, and nothing else touches what lives there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvgrpc.client.fork import ForkedProcessError, claim_process
+
+T = TypeVar("T")
+
+STOP_S = 5.0
+
+
+class LoopThread:
+    """Starts at its first use. A daemon: it never keeps a process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine. Raises ForkedProcessError in a forked child, RuntimeError after stop."""
+        try:
+            loop = self._running()
+        except RuntimeError:
+            work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(work, loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine and waits for it; if the caller is interrupted, the coroutine is cancelled."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        """Calls a function on the loop's thread, in the order of the posts."""
+        self._running().call_soon_threadsafe(callback, *args)
+
+    def check(self) -> None:
+        """Raises ForkedProcessError in a forked child, RuntimeError after stop."""
+        self._running()
+
+    def stop(self) -> None:
+        """Cancels what still runs and ends the thread. Harmless when repeated, and in a forked child."""
+        if self._pid not in (0, os.getpid()):
+            return
+        with self._lock:
+            self._stopped = True
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(STOP_S)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop
+        if loop is not None and self._pid == os.getpid():
+            return loop
+        return self._start()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        if self._pid not in (0, os.getpid()):
+            claim_process()
+            raise ForkedProcessError("this client was made in another process; make one in this process")
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("the client is closed")
+            if self._loop is None:
+                claim_process()
+                self._pid = os.getpid()
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            if left:
+                loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
