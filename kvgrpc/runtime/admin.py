@@ -29,7 +29,7 @@ class DriverAdmin:
             server_epoch=driver.facts.server_epoch,
             uptime_ms=(driver.now() - driver.started_ns) // MS,
             chunk_tokens=driver.limits.chunk_tokens,
-            draining=driver.draining,
+            draining=False,
             arena=driver.book.arena_status(),
             chunks=counts.chunks,
             spaces=counts.spaces,

@@ -87,7 +87,6 @@ class Driver:
         self.limits = limits
         self.hands = hands
         self.facts = facts
-        self.draining = False
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
@@ -229,12 +228,6 @@ class Driver:
             return False
         del self._streams[client_id]
         return True
-
-    def announce_drain(self, reason: str) -> None:
-        """Tells every attached client that the server is going away."""
-        self.draining = True
-        for queue in self._streams.values():
-            queue.put_nowait(api.AttachEvent(True, reason=reason))
 
     # ---- the outbox -------------------------------------------------------------------------------------------------
 

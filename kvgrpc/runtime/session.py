@@ -83,8 +83,6 @@ class DriverSession:
         driver.pump()
         try:
             yield api.AttachEvent(False, driver.facts.server_epoch, resumed)
-            if driver.draining:
-                yield api.AttachEvent(True, reason="the server is being drained")
             while (event := await queue.get()) is not None:
                 yield event
         finally:
