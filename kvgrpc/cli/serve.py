@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvgrpc serve``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvgrpc import __version__
+from kvgrpc.app import Choices
+from kvgrpc.app import serve as serve_settings
+from kvgrpc.cli.options import settings_options
+from kvgrpc.config.settings import SettingsError, load_settings
+from kvgrpc.config.values import format_size
+from kvgrpc.service.listeners import ListenError
+from kvgrpc.telemetry.log import configure, logger
+from kvgrpc.transfer.arena import ArenaError
+
+
+@click.command()
+@settings_options
+def serve(**flags: Any) -> None:
+    """Run the server of this node.
+
+    Needs no option: it listens on a Unix socket of this user and takes half of the available memory, at most 4 GiB.
+    Each option has a variable, KVGRPC_ and its name in capitals (KVGRPC_L1_SIZE for --l1-size); an option wins.
+    SIGTERM drains: new calls are refused, running ones end.
+    """
+    try:
+        settings = load_settings(**flags)
+        configure(settings.log_level, settings.log_format)
+        asyncio.run(serve_settings(settings, announce))
+    except (SettingsError, ListenError, ArenaError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def announce(choices: Choices) -> None:
+    """Says what the server runs with: a table for a person, one log line for a machine."""
+    rows = {
+        "listens": ", ".join(choices.addresses) + f" (socket mode {choices.socket_mode:04o})",
+        "L1": f"{format_size(choices.l1_bytes)} of {format_size(choices.available_bytes)} available",
+        "chunk": f"{choices.chunk_tokens} tokens",
+        "threads": f"{choices.gpu_workers} for copies, {choices.cpu_workers} for hashing and tiers",
+        "reflection": "on" if choices.reflection else "off",
+    }
+    console = Console()
+    if not console.is_terminal:
+        logger("serve").info("started", version=__version__, **rows)
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}[/]", text)
+    console.print(f"[bold green]kvgrpc {__version__}[/]  (Ctrl-C drains and stops)")
+    console.print(table)

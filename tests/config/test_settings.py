@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: flags over variables over defaults; what cannot work is refused in a sentence that names the flag."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pydantic import ValidationError
+
+from kvgrpc.config.settings import SettingsError, default_socket_path, load_settings
+from kvgrpc.config.values import format_size, is_loopback, parse_size, split_address
+from kvgrpc.core.types import CoreLimits
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch):
+    for name in list(os.environ):
+        if name.startswith("KVGRPC_"):
+            monkeypatch.delenv(name)
+
+
+def test_defaults_are_the_designs():
+    settings = load_settings()
+    assert settings.core_limits() == CoreLimits()
+    assert settings.socket_mode == 0o600
+    assert settings.listen == ()
+    assert settings.message_size == 16 << 20
+    assert (settings.deadline_ms, settings.copy_deadline_ms, settings.drain_ms) == (5_000, 30_000, 25_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("4GiB", 4 << 30),
+        ("512 MiB", 512 << 20),
+        ("1.5gib", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("4096", 4096),
+        ("1 TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size_bytes: int):
+    assert parse_size(text) == size_bytes
+    assert load_settings(l1_size=text).l1_size == size_bytes
+
+
+@pytest.mark.parametrize("text", ["four", "4 potatoes", "-1GiB", "0", "1e9", "GiB", ""])
+def test_what_is_no_size_is_refused_by_flag(text: str):
+    with pytest.raises(SettingsError, match="--l1-size"):
+        load_settings(l1_size=text)
+
+
+def test_a_flag_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVGRPC_L1_SIZE", "1GiB")
+    monkeypatch.setenv("KVGRPC_LEASE_MS", "1000")
+    assert load_settings().l1_size == 1 << 30
+    assert load_settings(l1_size="2GiB").l1_size == 2 << 30
+    assert load_settings(l1_size="2GiB").core_limits().lease_ns == 10**9
+
+
+def test_lists_and_quotas_from_variables(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVGRPC_LISTEN", "127.0.0.1:0, [::1]:7000")
+    monkeypatch.setenv("KVGRPC_ALLOW_UID", "1000,1001")
+    monkeypatch.setenv("KVGRPC_QUOTA", "tenant=a=1GiB,b=512MiB")
+    settings = load_settings()
+    assert settings.listen == ("127.0.0.1:0", "[::1]:7000")
+    assert settings.allow_uid == (1000, 1001)
+    assert settings.quota == {"tenant=a": 1 << 30, "b": 512 << 20}
+
+
+def test_max_workers_sets_both_pools_and_the_others_override():
+    both = load_settings(max_workers="3")
+    assert (both.gpu_workers(cards=8), both.cpu_workers()) == (3, 3)
+    own = load_settings(max_workers="3", max_gpu_workers="5", max_cpu_workers="7")
+    assert (own.gpu_workers(), own.cpu_workers()) == (5, 7)
+    assert load_settings().gpu_workers(cards=0) == 8
+    assert load_settings().gpu_workers(cards=8) == 16
+
+
+@pytest.mark.parametrize("name", ["max_workers", "max_gpu_workers", "max_cpu_workers"])
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_no_workers_are_refused_by_flag(name: str, value: str):
+    with pytest.raises(SettingsError, match="--" + name.replace("_", "-")):
+        load_settings(**{name: value})
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:50051", "10.0.0.1:1", "node.example:50051"])
+def test_off_the_loopback_needs_insecure(address: str):
+    with pytest.raises(SettingsError, match="--insecure"):
+        load_settings(listen=(address,))
+    assert load_settings(listen=(address,), insecure=True).listen == (address,)
+
+
+def test_reflection_is_on_for_local_listeners_and_off_beyond():
+    assert load_settings().serves_reflection()
+    assert load_settings(listen=("127.0.0.1:0",)).serves_reflection()
+    assert not load_settings(listen=("0.0.0.0:1",), insecure=True).serves_reflection()
+    assert load_settings(listen=("0.0.0.0:1",), insecure=True, reflection=True).serves_reflection()
+    assert not load_settings(reflection=False).serves_reflection()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("listen", ("localhost",)),
+        ("listen", ("localhost:http",)),
+        ("listen", ("127.0.0.1:70000",)),
+        ("quota", ("tenant",)),
+        ("socket_mode", "9"),
+        ("socket_mode", "1777"),
+        ("pin_share", "1.5"),
+        ("pin_share", "0"),
+        ("log_level", "loud"),
+        ("log_format", "xml"),
+        ("allow_uid", ("root",)),
+        ("chunk_tokens", "0"),
+        ("message_size", "1KiB"),
+    ],
+)
+def test_bad_values_name_their_flag(name: str, value: object):
+    with pytest.raises(SettingsError, match="--" + name.replace("_", "-")):
+        load_settings(**{name: value})
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError):
+        load_settings().chunk_tokens = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_socket_lies_in_the_users_run_time_folder(tmp_path):
+    assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "kvgrpc" / "kvgrpc.sock"
+    elsewhere = default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path / "missing")})
+    assert elsewhere.name == "kvgrpc.sock" and tmp_path not in elsewhere.parents
+
+
+def test_addresses():
+    assert split_address("[::1]:50051") == ("::1", 50051)
+    assert is_loopback("127.8.8.8") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("localhost.example")
+
+
+def test_sizes_for_people():
+    assert [format_size(n) for n in (0, 1023, 1536, 4 << 30)] == ["0 B", "1023 B", "1.5 KiB", "4 GiB"]
