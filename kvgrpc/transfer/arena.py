@@ -16,8 +16,8 @@ class ArenaError(Exception):
 class Arena:
     """``size_bytes`` of memory in a sealed memfd: all of it is there from the start and its size cannot change.
 
-    Whether the machine can spare it is for the settings to check beforehand. Allocation touches no page but may take a
-    second for some GiB.
+    Whether the machine can spare it is for the settings to check beforehand: the kernel would rather end a process than
+    refuse. Allocation may take a second for some GiB.
 
     Threads: views may be used by any thread; who may write where is the core's to say. ``close`` is for the end.
 
@@ -27,6 +27,11 @@ class Arena:
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < 1:
             raise ArenaError(f"an arena of {size_bytes} bytes makes no sense; give it at least one byte")
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size_bytes > machine_bytes:
+            raise ArenaError(
+                f"an arena of {size_bytes} bytes does not fit this machine, which has {machine_bytes} bytes"
+            )
         self.size_bytes = size_bytes
         fd = os.memfd_create("kvgrpc-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -52,7 +57,7 @@ def _allocate(fd: int, size_bytes: int) -> None:
     """Reserves every page now: later a missing page would be a SIGBUS, not an error."""
     try:
         os.posix_fallocate(fd, 0, size_bytes)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         have = os.fstat(fd).st_blocks * 512
         sentence = (
             f"the arena needs {size_bytes} bytes of shared memory, but only {have} bytes could be allocated: {error}"
