@@ -76,6 +76,14 @@ class MemoryTier:
             del self._kept[name]
             self._vanished.add(name)
 
+    def get_raw(self, name: str) -> bytes:
+        """What is kept, header included."""
+        return self._kept[name]
+
+    def put_raw(self, name: str, kept: bytes) -> None:
+        """Keeps these bytes in place of an object."""
+        self._kept[name] = kept
+
     @property
     def names(self) -> frozenset[str]:
         """Names of what is kept."""
