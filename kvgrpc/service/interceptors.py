@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,8 +27,8 @@ from kvgrpc.telemetry.log import REQUEST_ID, logger
 log = logger("service")
 
 Check = Callable[[Call], None]
-_Method = grpc.RpcMethodHandler[Any, Any]
-_Context = grpc.aio.ServicerContext[Any, Any]
+_Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DETAILS_CHARS = 500
 """Longest error message: it travels three times in the trailers, which peers accept up to 8 KiB."""

@@ -175,7 +175,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
 
 
 async def run(server: Server) -> None:
-    """Serves a started server until SIGTERM or SIGINT, then drains it; a second one stops it at once. Main thread only."""
+    """Serves a started server until SIGTERM or SIGINT, then drains it; a second stops it at once. Main thread only."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     caught = (signal.SIGTERM, signal.SIGINT)

@@ -27,8 +27,8 @@ _SECRETS = ("engine_id", "cache_salt")
 
 
 def logger(name: str) -> FilteringBoundLogger:
-    """The log of one part of the program; ``name`` becomes the field ``logger``."""
-    return structlog.get_logger(logger=name)
+    """The log of one part of the program; ``name`` becomes the field ``part``."""
+    return structlog.get_logger(part=name)
 
 
 def fingerprint(secret: str) -> str:
