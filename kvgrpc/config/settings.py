@@ -86,6 +86,11 @@ class Settings(BaseSettings):
     jobs_per_engine: Count = _doc(_LIMITS.jobs_per_engine, "pinned or pending lookups of one engine")
     keys_per_call: Count = _doc(_LIMITS.keys_per_call, "chunks in one call")
     calls_per_client: Count = _doc(_LIMITS.calls_per_client, "call records of one client")
+    call_record_ms: Millis = _doc(
+        _LIMITS.call_record_ns // MS, "how long a finished call's result can be asked for again"
+    )
+    spaces: Count = _doc(_LIMITS.spaces, "spaces that are remembered")
+    pins: Count = _doc(_LIMITS.pins, "operator pins (AdminService.Pin) at a time")
     victims_per_turn: Count = _doc(_LIMITS.victims_per_turn, "chunks evicted or reclaimed in one turn")
     message_size: Size = _doc(16 * MIB, "largest gRPC message")
     deadline_ms: Millis = _doc(5_000, "deadline of a call that brings none")
@@ -151,6 +156,9 @@ class Settings(BaseSettings):
             clients=self.clients,
             calls_per_client=self.calls_per_client,
             reattach_grace_ns=self.reattach_grace_ms * MS,
+            call_record_ns=self.call_record_ms * MS,
+            spaces=self.spaces,
+            pins=self.pins,
         )
 
     def gpu_workers(self, cards: int = 0) -> int:

@@ -4,13 +4,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 import pytest
 from pydantic import ValidationError
 
-from kvgrpc.config.settings import SettingsError, default_socket_path, load_settings
+from kvgrpc.config.settings import Settings, SettingsError, default_socket_path, load_settings
 from kvgrpc.config.values import format_size, is_loopback, parse_size, split_address
 from kvgrpc.core.types import CoreLimits
+
+
+COUNTS = {
+    "chunk_tokens",
+    "clients",
+    "jobs_per_engine",
+    "keys_per_call",
+    "calls_per_client",
+    "spaces",
+    "pins",
+    "victims_per_turn",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +40,15 @@ def test_defaults_are_the_designs():
     assert settings.listen == ()
     assert settings.message_size == 16 << 20
     assert (settings.deadline_ms, settings.copy_deadline_ms, settings.drain_ms) == (5_000, 30_000, 25_000)
+
+
+def test_every_limit_of_the_core_can_be_set():
+    shares = {name: "0.75" for name in Settings.model_fields if name.endswith("_share")}
+    counts = {name: "77777" for name in Settings.model_fields if name in COUNTS or name.endswith("_ms")}
+    sizes = {name: "123KiB" for name in ("page_size", "slice_size", "records_size")}
+    changed = load_settings(**shares, **counts, **sizes).core_limits()
+    unchanged = CoreLimits()
+    assert [f.name for f in fields(CoreLimits) if getattr(changed, f.name) == getattr(unchanged, f.name)] == []
 
 
 @pytest.mark.parametrize(
