@@ -24,8 +24,6 @@ from kvgrpc.service.traffic import Traffic
 from kvgrpc.status import DETAILS_KEY, REASON_CODES, rich_status
 from kvgrpc.telemetry.log import REQUEST_ID, logger
 
-log = logger("service")
-
 Check = Callable[[Call], None]
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -82,6 +80,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, traffic: Traffic, limits: CallLimits, checks: Sequence[Check] = ()) -> None:
         self._traffic = traffic
         self._limits = limits
+        self._log = logger("service").bind()  # bound once: a debug line that is not wanted then costs nothing
         self._checks: tuple[Check, ...] = (
             check_client_id,
             partial(check_draining, traffic),
@@ -151,22 +150,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except Refusal as refusal:
             code = REASON_CODES[refusal.reason].name
             # not the message: it may name what the peer sent
-            log.warning(
+            self._log.warning(
                 "call refused", **_facts(call, start), code=code, reason=refusal.reason.value, field=refusal.field
             )
             await self._abort(call, context, refusal)
         except asyncio.CancelledError:
-            log.debug("call cancelled", **_facts(call, start))
+            self._log.debug("call cancelled", **_facts(call, start))
             raise
-        except Exception:  # the outermost loop: a bug must not show its inside to the peer
-            log.error("call failed", **_facts(call, start), exc_info=True)
+        except Exception:  # noqa: BLE001 - the outermost loop: a bug must not show its inside to the peer
+            self._log.error("call failed", **_facts(call, start), exc_info=True)
             await self._abort(
                 call,
                 context,
                 Refusal(Reason.INTERNAL, f"the server failed; its log says why under request id {call.request_id}"),
             )
         else:
-            log.debug("call", **_facts(call, start), code="OK")
+            self._log.debug("call", **_facts(call, start), code="OK")
             return answer
 
     async def _abort(self, call: Call, context: _Context, refusal: Refusal) -> None:

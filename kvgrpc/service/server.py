@@ -35,7 +35,7 @@ MESSAGE_SLACK_BYTES = MIB
 
 PING_INTERVAL_MS = 10_000
 STOP_S = 1.0
-"""What calls that outlived the drain have to end after being cancelled."""
+"""What calls that outlived the drain get to end, and again after they were cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,8 @@ class Server:
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None
+            # gRPC has cancelled what was left, but not waited for it; after this, nobody calls the cache any more
+            await self._traffic.wait_empty(STOP_S)
             log.info("stopped")
         self._release()
         self._stopped.set()

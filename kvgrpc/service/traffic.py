@@ -21,18 +21,26 @@ class Traffic:
         self.closed = asyncio.Event()
         self.reason = ""
         self.limited_calls = 0
+        self._running = 0
         self._holding = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def enter(self, rule: Rule) -> None:
         self.limited_calls += rule.limited
+        self._running += 1
+        self._empty.clear()
         if rule.holds_drain:
             self._holding += 1
             self._idle.clear()
 
     def leave(self, rule: Rule) -> None:
         self.limited_calls -= rule.limited
+        self._running -= 1
+        if not self._running:
+            self._empty.set()
         if rule.holds_drain:
             self._holding -= 1
             if not self._holding:
@@ -49,11 +57,19 @@ class Traffic:
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether the last call that a drain waits for ended in time."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        return await _in_time(self._idle, timeout_s)
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        """Whether the last call of any kind, streams included, ended in time."""
+        return await _in_time(self._empty, timeout_s)
 
     def close(self) -> None:
         self.closed.set()
+
+
+async def _in_time(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    return True

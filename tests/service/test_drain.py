@@ -117,6 +117,20 @@ async def test_draining_never_comes_before_the_session_is_confirmed(world: World
     await asyncio.gather(running, drain)
 
 
+async def test_after_a_stop_nobody_calls_the_cache(world: World) -> None:
+    server = await world.start()
+    stubs = Stubs(world.channel(server))
+    world.cache.hold.add("store")
+    session: Any = stubs.engine.Attach(asks.attach(), metadata=METADATA)
+    await session.read()
+    calls = [asyncio.ensure_future(stubs.cache.Store(asks.store(), metadata=METADATA)) for _ in range(20)]
+    await until(lambda: world.cache.entered.get("store") == 20)
+    await server.stop()
+    assert world.cache.streams_open == 0
+    assert len(world.cache.cancelled) == 20
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_a_second_drain_or_stop_is_harmless(world: World) -> None:
     server = await world.start()
     await asyncio.gather(server.drain(), server.stop())
