@@ -62,8 +62,8 @@ class AioClient:
 
     Thread rule: belongs to the event loop of its first call; nothing here may be called from another thread or loop.
     Every method raises Refusal: the server's, or SERVER_UNREACHABLE, DEADLINE or MESSAGE_TOO_LARGE of the connection's
-    own; and ForkedProcessError in a forked child. ``timeout_s`` replaces the default deadline of ``options``. A Store or
-    Retrieve that ends by deadline, cancel or a lost connection may still run on the server: its blocks are free only
+    own; and ForkedProcessError in a forked child. ``timeout_s`` replaces the default deadline of ``options``. A Store
+    or Retrieve that ends by deadline, cancel or a lost connection may still run on the server: its blocks are free only
     after ``fence``.
     """
 

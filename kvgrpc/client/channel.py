@@ -45,8 +45,8 @@ def channel_arguments(address: Address, options: ChannelOptions) -> list[tuple[s
     """gRPC's channel arguments.
 
     A node-local server that restarts must be found again within two seconds, so the back-off stays under a second.
-    Every client has its own connection. Keepalive only on TCP, where a peer can vanish without a word, and only beside calls:
-    more would make a server close the connection (too_many_pings). Its time limit is also TCP_USER_TIMEOUT.
+    Every client has its own connection. Keepalive only on TCP, where a peer can vanish without a word, and only beside
+    calls: more would make a server close the connection (too_many_pings). Its time limit is also TCP_USER_TIMEOUT.
     """
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", options.message_bytes),

@@ -4,7 +4,8 @@
 gRPC does not survive a fork: its threads are gone in the child, and a call there can hang parent and child alike, since
 they share the poller's descriptors. So nothing of gRPC is touched in a child. Its copies of the client's sockets are
 replaced by /dev/null as soon as the child runs; otherwise they would keep the parent's session alive after its death
-(TCP to a host by name is not recognised: give the number, or a Unix socket). A child that is started by spawn or exec inherits nothing and may use a client of its own.
+(TCP to a host by name is not recognised: give the number, or a Unix socket). A child that is started by spawn or exec
+inherits nothing and may use a client of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def claim_process() -> None:
     if _used_by_pid not in (0, pid):
         raise ForkedProcessError(
             f"process {pid} was forked from process {_used_by_pid}, which had already used a kvgrpc client; "
-            "gRPC does not survive a fork: start processes with the 'spawn' method, or fork before the first client is made"
+            "gRPC does not survive a fork: start processes by 'spawn', or fork before the first client is made"
         )
     _used_by_pid = pid
 

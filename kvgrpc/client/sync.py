@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache over gRPC for programs without an event loop: the same calls as AioClient, blocking."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+
+from kvgrpc import api
+from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
+from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.loop import LoopThread
+from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef
+
+
+class Client:
+    """CacheApi and AdminApi, blocking; see AioClient for errors, deadlines and who owns the blocks.
+
+    Thread rule: may be called from any thread, several at a time; a background thread owns the channel. An iterator
+    from ``attach`` belongs to one thread at a time.
+    """
+
+    def __init__(self, address: str, client_id: str = "", options: ChannelOptions = DEFAULT_OPTIONS) -> None:
+        self._aio = AioClient(address, client_id, options)
+        self._loop = LoopThread("kvgrpc-client")
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def client_id(self) -> str:
+        return self._aio.client_id
+
+    def close(self) -> None:
+        """Closes the channel and ends the thread. Harmless when repeated."""
+        try:
+            self._loop.run(self._aio.close())
+        except RuntimeError:  # closed before, or in a forked child, where there is nothing to close
+            pass
+        self._loop.stop()
+
+    # ---- sessions ---------------------------------------------------------------------------------------------------
+
+    def handshake(
+        self, hello: api.Hello, *, timeout_s: float | None = None, wait_for_server: bool = False
+    ) -> api.ServerInfo:
+        return self._loop.run(self._aio.handshake(hello, timeout_s=timeout_s, wait_for_server=wait_for_server))
+
+    def attach(self, engine_id: str, role: Role, session_id: bytes) -> Generator[api.AttachEvent, None, None]:
+        """Opens the session with the first ``next``; closing the iterator breaks the stream. ``next`` waits for
+        events."""
+        stream = self._aio.attach(engine_id, role, session_id)
+        try:
+            while (event := self._loop.run(_next(stream))) is not None:
+                yield event
+        finally:
+            try:
+                self._loop.run(stream.aclose())
+            except RuntimeError:  # the client was closed first, and the stream with it
+                pass
+
+    def register(self, request: api.RegisterRequest, *, timeout_s: float | None = None) -> api.RegisterAnswer:
+        return self._loop.run(self._aio.register(request, timeout_s=timeout_s))
+
+    def unregister(self, engine_id: str, *, timeout_s: float | None = None) -> None:
+        return self._loop.run(self._aio.unregister(engine_id, timeout_s=timeout_s))
+
+    # ---- cache ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: api.LookupRequest, *, timeout_s: float | None = None) -> LookupAnswer:
+        return self._loop.run(self._aio.lookup(request, timeout_s=timeout_s))
+
+    def query(
+        self, engine_id: str, job_id: bytes, wait_ms: int = 0, *, timeout_s: float | None = None
+    ) -> PrefetchStatus:
+        return self._loop.run(self._aio.query(engine_id, job_id, wait_ms, timeout_s=timeout_s))
+
+    def store(self, request: api.StoreRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
+        return self._loop.run(self._aio.store(request, timeout_s=timeout_s))
+
+    def retrieve(self, request: api.RetrieveRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
+        return self._loop.run(self._aio.retrieve(request, timeout_s=timeout_s))
+
+    def free(self, request: api.FreeRequest, *, timeout_s: float | None = None) -> int:
+        return self._loop.run(self._aio.free(request, timeout_s=timeout_s))
+
+    def end_request(self, engine_id: str, request_id: str, *, timeout_s: float | None = None) -> Ended:
+        return self._loop.run(self._aio.end_request(engine_id, request_id, timeout_s=timeout_s))
+
+    def fence(self, engine_id: str, call_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
+        return self._loop.run(self._aio.fence(engine_id, call_ids, timeout_s=timeout_s))
+
+    # ---- operators --------------------------------------------------------------------------------------------------
+
+    def get_status(self) -> api.ServerStatus:
+        return self._loop.run(self._aio.get_status())
+
+    def list_engines(self) -> tuple[api.EngineStatus, ...]:
+        return self._loop.run(self._aio.list_engines())
+
+    def list_spaces(self) -> tuple[api.SpaceStatus, ...]:
+        return self._loop.run(self._aio.list_spaces())
+
+    def clear(self, target: api.ClearTarget) -> Cleared:
+        return self._loop.run(self._aio.clear(target))
+
+    def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
+        return self._loop.run(self._aio.bump_generation(model=model, space_base=space_base))
+
+    def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
+        return self._loop.run(self._aio.pin(space, content, ttl_ms))
+
+    def unpin(self, pin_id: bytes) -> int:
+        return self._loop.run(self._aio.unpin(pin_id))
+
+    def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
+        return self._loop.run(self._aio.drain_engine(engine, wait_ms))
+
+
+async def _next(stream: AsyncGenerator[api.AttachEvent, None]) -> api.AttachEvent | None:
+    async for event in stream:
+        return event
+    return None

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's worker as a client: shares its KV memory once, then stores and retrieves by block ids."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from kvgrpc import api
+from kvgrpc.client.aio import AioClient, new_client_id
+from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.copies import Copies, Copy, CopyFuture, Results
+from kvgrpc.client.loop import LoopThread
+from kvgrpc.client.session import Membership, Session
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import DEFAULT_POLICY, Policy, Role, SpaceRef, TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """``calls`` bounds the copies in flight; beyond it a copy fails at once (CALL_LIMIT). ``client_id``: default is a
+    new random one."""
+
+    calls: int = 1024
+    client_id: str = ""
+    channel: ChannelOptions = field(default_factory=lambda: ChannelOptions(retries=False))
+
+
+class WorkerClient:
+    """Stores and retrieves for one worker process.
+
+    Thread rule: every method may be called from any thread but a future's callback, and returns at once, except
+    ``start`` and ``close``, which wait no longer than they are told. A background thread owns the channel and keeps the
+    session: handshake, attach and register, all of it again after a server restart. Callbacks of futures run on that
+    thread.
+
+    Blocks named in a call belong to the server until its future is finished. A future ends in results also when the
+    server is missing, failing or dead: then all its chunks are FAILED (blocks untouched) or TORN (blocks of a Retrieve
+    whose content is undefined), with a reason. After a deadline, a cancel or a lost connection the client itself sends
+    Fence, and the future stays unfinished until the server has answered that, or is seen to be dead.
+
+    No method raises for anything that the server or the network does. ForkedProcessError, RuntimeError (closed) and, as
+    a future's exception, ValueError (a call that cannot be encoded) say that the program is wrong.
+    """
+
+    def __init__(self, address: str, request: api.RegisterRequest, options: WorkerOptions | None = None) -> None:
+        """``request.host_id`` may be empty: this host's."""
+        options = options or WorkerOptions()
+        self.engine_id = request.engine_id
+        self.client_id = options.client_id or new_client_id("worker")
+        self._options = options
+        self._api = AioClient(address, self.client_id, options.channel)
+        self._member = Membership(request.engine_id, Role.WORKER, register=request)
+        self._loop = LoopThread("kvgrpc-worker")
+        self._lock = threading.Lock()
+        self._call_ids = itertools.count(1)
+        self._pending: dict[int, Copy] = {}
+        self._session: Session | None = None
+        self._copies: Copies | None = None
+        self._closing = False
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, wait_s: float = 5.0) -> bool:
+        """Begins to keep the session. True when the memory is registered within ``wait_s``; otherwise it will be, once
+        the server is there, and until then every copy fails at once. ``problem`` says why."""
+        return self._loop.run(self._start(wait_s))
+
+    async def _start(self, wait_s: float) -> bool:
+        if self._session is None:
+            self._session = Session(self._api, self._member)
+            self._copies = Copies(self._api, self._session, self.engine_id)
+            self._copies.spawn(self._session.run())
+        return await self._session.wait_attached(wait_s)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Revokes what runs, waits for it, takes the memory back and ends the session. Harmless when repeated.
+
+        True when all blocks are free. False: the server may still touch blocks of the futures that are unfinished,
+        until it has seen the end of the session; keep the memory mapped until it is unregistered or the server has
+        ended.
+        """
+        with self._lock:
+            closing, self._closing = self._closing, True
+            pending = [copy.future for copy in self._pending.values()]
+        if closing or self._copies is None:
+            self._loop.stop()
+            return not pending
+        try:
+            self.fence([future.call_id for future in pending])
+            left = wait(pending, timeout_s).not_done
+            if not left:
+                self._loop.run(self._leave(timeout_s))
+            self._loop.run(self._copies.close())
+        finally:
+            self._loop.stop()
+        return not left
+
+    async def _leave(self, timeout_s: float) -> None:
+        if self._session is not None and self._session.attachment is not None:
+            try:
+                await self._api.unregister(self.engine_id, timeout_s=timeout_s)
+            except Refusal:
+                pass  # the end of the session unregisters too
+
+    @property
+    def attached(self) -> bool:
+        """Whether the session is open and the memory registered."""
+        return self._session is not None and self._session.attachment is not None
+
+    @property
+    def registration(self) -> api.RegisterAnswer | None:
+        """The server's answer to the registration in force."""
+        attachment = self._session.attachment if self._session is not None else None
+        return attachment.registration if attachment is not None else None
+
+    @property
+    def problem(self) -> Refusal | None:
+        """Why the session is not open, as far as known."""
+        return self._session.problem if self._session is not None else None
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of the last server seen; 0 before the first."""
+        return self._session.chunk_tokens if self._session is not None else 0
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        content: api.Content,
+        blocks: Sequence[Sequence[int]],
+        *,
+        range: TokenRange | None = None,
+        lora: str = "",
+        cache_salt: str = "",
+        policy: Policy = DEFAULT_POLICY,
+        ready_event: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> CopyFuture:
+        """Stores the full chunks of ``content`` inside ``range`` from ``blocks`` (one sequence of ids a KV group).
+
+        Do not change ``content``, the ids or the bytes until the future is finished.
+        """
+        call_id = next(self._call_ids)
+        request = api.StoreRequest(
+            engine_id=self.engine_id,
+            call_id=call_id,
+            space=SpaceRef(b"", lora, cache_salt),
+            content=content,
+            blocks=tuple(blocks),
+            range=range,
+            ready_event=ready_event,
+            policy=policy,
+        )
+        return self._begin(request, timeout_s)
+
+    def retrieve(
+        self, job_id: bytes, range: TokenRange, blocks: Sequence[Sequence[int]], *, timeout_s: float | None = None
+    ) -> CopyFuture:
+        """Loads ``range`` of a looked-up prefix into ``blocks``; ``blocks[g][0]`` is the block of ``range.start``."""
+        call_id = next(self._call_ids)
+        return self._begin(api.RetrieveRequest(self.engine_id, call_id, job_id, range, tuple(blocks)), timeout_s)
+
+    def fence(self, call_ids: Sequence[int]) -> Future[None]:
+        """Asks the server to stop these calls. The future is finished when the blocks of all of them are free."""
+        self._loop.check()
+        ended: Future[None] = Future()
+        ended.set_running_or_notify_cancel()
+        with self._lock:
+            futures = [self._pending[call_id].future for call_id in call_ids if call_id in self._pending]
+        if not futures:
+            ended.set_result(None)
+            return ended
+        self._revoke([future.call_id for future in futures])
+        _when_all(futures, ended)
+        return ended
+
+    def blocks_in_flight(self) -> frozenset[tuple[int, int]]:
+        """(KV group, block id) of all blocks that belong to the server."""
+        with self._lock:
+            pending = list(self._pending.values())
+        return frozenset(
+            (group, block) for copy in pending for group, ids in enumerate(copy.request.blocks) for block in ids
+        )
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: api.StoreRequest | api.RetrieveRequest, timeout_s: float | None) -> CopyFuture:
+        self._loop.check()
+        future = CopyFuture(request.call_id, self._revoke)
+        copy = Copy(request, timeout_s, future)
+        with self._lock:
+            full = len(self._pending) >= self._options.calls
+            if not full and not self._closing:
+                self._pending[request.call_id] = copy
+        if self._copies is None or self._closing:
+            future.set_result(copy.failed(Reason.SERVER_UNREACHABLE.value, self.chunk_tokens))
+        elif full:
+            future.set_result(copy.failed(Reason.CALL_LIMIT.value, self.chunk_tokens))
+        else:
+            future.add_done_callback(lambda _: self._ended(request.call_id))
+            self._loop.post(self._copies.begin, copy)
+        return future
+
+    def _ended(self, call_id: int) -> None:
+        with self._lock:
+            self._pending.pop(call_id, None)
+
+    def _revoke(self, call_ids: Sequence[int]) -> None:
+        if self._copies is not None:
+            self._loop.post(self._copies.revoke, call_ids)
+
+
+def _when_all(futures: Sequence[Future[Results]], ended: Future[None]) -> None:
+    left = set(futures)
+    lock = threading.Lock()
+
+    def one(future: Future[Results]) -> None:
+        with lock:
+            left.discard(future)
+            last = not left
+        if last and not ended.done():
+            ended.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(one)
