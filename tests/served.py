@@ -35,11 +35,15 @@ class Served:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Served]:
-    """Socket paths must stay short, so the folder is a temporary one of its own and not the test's."""
+def serving(*flags: str, module: str = "") -> Iterator[Served]:
+    """`kvgrpc serve`, or a module of the tests that takes the socket's path and announces itself in the same way.
+
+    Socket paths must stay short, so the folder is a temporary one of its own and not the test's.
+    """
     with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
         socket, log_file = Path(folder) / "s", Path(folder) / "log"
-        command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(socket), *flags]
+        program = ["kvgrpc", "serve", "--socket", str(socket), *flags] if not module else [module, str(socket)]
+        command = [sys.executable, "-m", *program]
         with log_file.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         served = Served(process, socket, log_file)

@@ -8,15 +8,13 @@ K, plane 1 is V.
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Linux keeps POSIX shared memory)
+from kvgrpc.cli.demo import shared
+
 PREFILL_BYTE = 0xA5
 
 
@@ -49,15 +47,14 @@ class BlockPool:
     def __init__(self, name: str, shape: PoolShape) -> None:
         self.name = name
         self.shape = shape
-        descriptor = os.open(SHARED_MEMORY / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, shape.size_bytes)
-            self._memory = mmap.mmap(descriptor, shape.size_bytes)
-        finally:
-            os.close(descriptor)
+        self._memory = shared.create(name, shape.size_bytes)
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         flat.fill_(PREFILL_BYTE)
         self.blocks = flat.view(torch.float32).view(shape.dimensions)
+
+    def size_of(self, num_blocks: int) -> int:
+        """Bytes that so many blocks hold, over all layers and planes."""
+        return self.shape.layers * 2 * self.shape.run_bytes * num_blocks
 
     def digest(self, block_ids: Sequence[int]) -> str:
         """SHA-256 of these blocks' bytes, layer by layer, plane by plane, in the order given."""
@@ -70,10 +67,6 @@ class BlockPool:
         """Whether every byte of these blocks is still the one that the pool was filled with."""
         fresh = bytes([PREFILL_BYTE]) * self.shape.run_bytes
         return all(bytes(run) == fresh for run in self._runs(block_ids))
-
-    def unlink(self) -> None:
-        """Removes the name; the memory lives as long as somebody maps it."""
-        (SHARED_MEMORY / self.name).unlink(missing_ok=True)
 
     def _runs(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
         memory, run_bytes = memoryview(self._memory), self.shape.run_bytes

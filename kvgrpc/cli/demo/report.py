@@ -22,8 +22,6 @@ class FirstReport:
     stored_tokens: int
     stored_bytes: int
     store_s: float
-    prefill_s: float
-    computed_tokens: int
     digest: str
 
 
