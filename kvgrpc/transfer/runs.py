@@ -24,7 +24,9 @@ class Run(NamedTuple):
 
 
 _Cut = tuple[int, int, int, int]
-"""(memory index, offset in the memory, offset in the object, length)"""
+"""(memory index, offset in the memory, offset in the object or in the arena, length); plain, since copies spend their
+time here
+"""
 
 
 def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]:
@@ -33,19 +35,16 @@ def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]
     ``layout`` has passed ``check_layout``; block ids lie below ``num_blocks`` (asserted, since no address is checked
     again). Bytes of the object outside ``span``, and of blocks that are not named, are left out.
     """
-    last: Run | None = None
-    for run in _placed(_cuts(layout, chunk_tokens, piece), piece.extents):
-        if last is None:
-            last = run
-        elif (
-            run[1] == last[1] + last[3] and run[2] == last[2] + last[3] and run[0] == last[0]
-        ):  # fields by number: this is the innermost loop of every copy
-            last = Run(last[0], last[1], last[2], last[3] + run[3])
-        else:
-            yield last
-            last = run
-    if last is not None:
-        yield last
+    memory_index, offset, position, length = -1, 0, 0, 0
+    for index, begin, place, size in _placed(_cuts(layout, chunk_tokens, piece), piece.extents):
+        if begin == offset + length and place == position + length and index == memory_index:
+            length += size
+            continue
+        if length:
+            yield Run(memory_index, offset, position, length)
+        memory_index, offset, position, length = index, begin, place, size
+    if length:
+        yield Run(memory_index, offset, position, length)
 
 
 def _cuts(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[_Cut]:
@@ -90,15 +89,16 @@ def _joined(single: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
     return joined
 
 
-def _placed(cuts: Iterable[_Cut], extents: Sequence[Extent]) -> Iterator[Run]:
-    """Lays ascending cuts of the object onto its extents; a cut that straddles extents becomes several runs."""
+def _placed(cuts: Iterable[_Cut], extents: Sequence[Extent]) -> Iterator[_Cut]:
+    """Lays ascending cuts of the object onto its extents; a cut that straddles extents becomes several."""
     rest = iter(extents)
-    start = end = position = 0
+    end = shift = 0
     for memory_index, offset, head, length in cuts:
-        while length:
-            while head >= end:
-                position, size = next(rest)
-                start, end = end, end + size
-            part = min(length, end - head)
-            yield Run(memory_index, offset, position + head - start, part)
-            offset, head, length = offset + part, head + part, length - part
+        while head + length > end:
+            if head < end:
+                part = end - head
+                yield memory_index, offset, head + shift, part
+                offset, head, length = offset + part, head + part, length - part
+            position, size = next(rest)
+            shift, end = position - end, end + size
+        yield memory_index, offset, head + shift, length

@@ -151,16 +151,19 @@ class SharedMemoryMover:
 
     def _copy_piece(self, mapping: _Mapping, work: RunSlice, piece: Piece) -> tuple[int, str]:
         """Bytes moved, and why it stopped ("" = it did not)."""
-        runs = piece_runs(mapping.layout, self._chunk_tokens, piece)
         gates = self._gates
+        runs = piece_runs(mapping.layout, self._chunk_tokens, piece)
         batches = _batches(runs, _VECTOR) if gates is None else gates.pace(work, _batches(runs, 1))
-        moved = 0
+        write = work.direction is Direction.RETRIEVE
+        moved, touched = 0, set[int]()
         for batch in batches:
-            window = mapping.windows[batch.memory_index]
-            count, reason = self._move(window, work.direction is Direction.RETRIEVE, batch)
+            count, reason = self._move(mapping.windows[batch.memory_index], write, batch)
             moved += count
             if reason:
                 return moved, reason
+            touched.add(batch.memory_index)
+        if write and any(_truncated(mapping.windows[index]) for index in touched):
+            return moved, MEMORY_TRUNCATED
         return moved, ""
 
     def _move(self, window: _Window, write: bool, batch: _Batch) -> tuple[int, str]:
@@ -168,9 +171,8 @@ class SharedMemoryMover:
         places = [view(position, length) for position, length in batch.places]
         try:
             while moved < batch.length:
-                # Writing would make a truncated file longer again, so its size is looked at first, and once more at
-                # the end.
-                if write and os.lseek(window.fd, 0, os.SEEK_END) < window.end:
+                # Writing would make a truncated file longer again, so its size is looked at first.
+                if write and _truncated(window):
                     return moved, MEMORY_TRUNCATED
                 count = (os.pwritev if write else os.preadv)(window.fd, places, at + moved)
                 if not count:
@@ -178,8 +180,6 @@ class SharedMemoryMover:
                 moved += count
                 if moved < batch.length:
                     places = _rest(places, count)
-            if write and os.lseek(window.fd, 0, os.SEEK_END) < window.end:
-                return moved, MEMORY_TRUNCATED
         except OSError:
             return moved, MEMORY_IO
         return moved, ""
@@ -214,24 +214,25 @@ def _window(fd: int, memory: SharedMemory, where: str) -> _Window:
     return _Window(fd, memory.offset_bytes, end)
 
 
+def _truncated(window: _Window) -> bool:
+    """Whether the file is shorter than it was. By lseek, which costs a third of fstat; nobody uses the position."""
+    return os.lseek(window.fd, 0, os.SEEK_END) < window.end
+
+
 def _batches(runs: Iterable[Run], vector: int) -> Iterator[_Batch]:
     """Runs that are neighbours in the engine's memory go by one call, wherever they belong in the arena."""
-    batch: _Batch | None = None
-    for run in _by_address(list(runs)):
-        if (
-            batch is not None
-            and run.offset == batch.offset + batch.length
-            and run.memory_index == batch.memory_index
-            and len(batch.places) < vector
-        ):
-            batch.places.append((run.position, run.length))
-            batch = batch._replace(length=batch.length + run.length)
+    places: list[tuple[int, int]] = []
+    memory_index = start = end = -1
+    for index, offset, position, length in _by_address(list(runs)):
+        if offset == end and index == memory_index and len(places) < vector:
+            places.append((position, length))
+            end += length
             continue
-        if batch is not None:
-            yield batch
-        batch = _Batch(run.memory_index, run.offset, run.length, [(run.position, run.length)])
-    if batch is not None:
-        yield batch
+        if places:
+            yield _Batch(memory_index, start, end - start, places)
+        memory_index, start, end, places = index, offset, offset + length, [(position, length)]
+    if places:
+        yield _Batch(memory_index, start, end - start, places)
 
 
 def _by_address(runs: list[Run]) -> list[Run]:

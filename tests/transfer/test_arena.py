@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -42,6 +43,20 @@ def test_an_arena_leaves_no_open_file_behind() -> None:
     for arena in arenas:
         arena.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_all_pages_are_there_and_the_size_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    close = os.close
+
+    def look_and_close(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:kvgrpc-arena"):
+            seen.append((os.fstat(fd).st_blocks * 512, fcntl.fcntl(fd, fcntl.F_GET_SEALS)))
+        close(fd)
+
+    monkeypatch.setattr(os, "close", look_and_close)
+    Arena(1 << 20).close()
+    assert seen == [(1 << 20, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)]
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, 1 << 62, 1 << 80])

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -284,6 +285,70 @@ def test_truncated_in_the_middle_of_a_copy(arena: Arena, tmp_path: Path, directi
     assert reports == [SliceReport(after_runs // 2, "MEMORY_TRUNCATED", after_runs % 2 == 1)]
     assert (tmp_path / "good").stat().st_size == 0
     mover.close()
+
+
+def test_truncated_right_after_the_last_write(
+    mover: SharedMemoryMover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes were moved and are gone again: not a success."""
+    mover.map(1, layout("good"))
+    write = os.pwritev
+
+    def write_and_truncate(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = write(fd, buffers, offset)
+        os.truncate(tmp_path / "good", 0)
+        return count
+
+    monkeypatch.setattr(os, "pwritev", write_and_truncate)
+    assert mover.copy(slice_of(RETRIEVE, (2,))) == SliceReport(0, "MEMORY_TRUNCATED", True)
+    assert (tmp_path / "good").stat().st_size == 0
+
+
+@pytest.mark.parametrize("direction", [STORE, RETRIEVE])
+def test_calls_that_move_less_than_asked_are_continued(
+    mover: SharedMemoryMover, arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    """The kernel may move any part of a call (it never moves more than 2 GiB); 1,000 bytes a call here."""
+    (tmp_path / "good").write_bytes(bytes(i // 7 % 256 for i in range(4 * PAGE)))
+    mover.map(1, layout("good"))
+    arena.view(0, 4 * PAGE)[:] = bytes(i // 5 % 256 for i in range(4 * PAGE))
+    expected = {
+        STORE: (tmp_path / "good").read_bytes(),
+        RETRIEVE: bytes(arena.view(0, 4 * PAGE)),
+    }[direction]
+    for name in ("preadv", "pwritev"):
+        whole = getattr(os, name)
+
+        def part(fd: int, buffers: Sequence[memoryview], offset: int, whole: Any = whole) -> int:
+            return whole(fd, [buffers[0][:1000]], offset)
+
+        monkeypatch.setattr(os, name, part)
+    # Blocks side by side in memory and pages apart in the arena make one call with several buffers.
+    extents = ((2 * PAGE, PAGE), (0, PAGE), (3 * PAGE, PAGE), (PAGE, PAGE))
+    work = replace(slice_of(direction), pieces=(Piece(0, extents, (0, 4 * PAGE), (0,), ((0, 1, 2, 3),)),))
+    assert mover.copy(work) == SliceReport(1)
+    ordered = b"".join(bytes(arena.view(*extent)) for extent in extents)
+    assert ordered == (tmp_path / "good").read_bytes()
+    assert (ordered if direction is STORE else bytes(arena.view(0, 4 * PAGE))) == expected
+
+
+def test_an_object_replaced_while_it_is_opened_is_not_taken(
+    mover: SharedMemoryMover, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def open_and_replace(path: str, flags: int, *args: Any, **named: Any) -> int:
+        fd = opened(path, flags, *args, **named)
+        if path == "victim" and flags & os.O_PATH:
+            (tmp_path / "victim").unlink()
+            (tmp_path / "victim").write_bytes(bytes(4 * PAGE))
+        return fd
+
+    (tmp_path / "victim").write_bytes(bytes(4 * PAGE))
+    monkeypatch.setattr(os, "open", open_and_replace)
+    refusal = refused(mover, layout("victim"))
+    assert refusal.reason is Reason.MEMORY
+    assert "replaced" in refusal.message
 
 
 def open_fd_of(path: Path) -> int:
