@@ -93,6 +93,19 @@ async def test_the_session_is_closed_when_the_stream_breaks(world: World, stubs:
     await until(lambda: world.cache.streams_open == 0, seconds=1)
 
 
+async def test_the_session_of_a_peer_that_reads_nothing_is_closed_when_it_leaves(world: World, stubs: Stubs) -> None:
+    stream: Any = stubs.engine.Attach(asks.attach(), metadata=METADATA)
+    await stream.read()
+    events = world.cache.events["worker-0"]
+    for _ in range(200):
+        events.put_nowait(api.AttachEvent(True, reason="r" * 100_000))
+    await until(lambda: events.qsize() < 200)
+    await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 5)
+    assert events.qsize() > 0
+    await stubs.channel.close()
+    await until(lambda: world.cache.streams_open == 0, seconds=1)
+
+
 async def test_a_refused_attach_carries_details(world: World, stubs: Stubs) -> None:
     world.cache.raises["attach"] = Refusal(Reason.CLIENT_EXISTS, "another process has this client id")
     details = await refused(stubs.engine.Attach(asks.attach(), metadata=METADATA).read())

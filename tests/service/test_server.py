@@ -19,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from kvgrpc.service.listeners import PATH_BYTES_MOST, ListenError
+from kvgrpc.service.listeners import PATH_BYTES_MOST, ListenError, SocketFile
 from kvgrpc.service.server import Server, ServerOptions, channel_options
 from tests.service import asks
 from tests.service.asks import until
@@ -66,6 +66,22 @@ async def test_mode_and_group_as_wanted(world: World) -> None:
     found = world.socket.lstat()
     assert stat.S_IMODE(found.st_mode) == 0o660
     assert found.st_gid == os.getegid()
+
+
+def test_nobody_else_can_connect_before_the_mode_is_set(folder: Path) -> None:
+    path = folder / "kv.sock"
+    file = SocketFile(path, 0o666, "")
+    with socket.socket(socket.AF_UNIX) as listener:
+
+        def bind(address: str) -> int:
+            listener.bind(address.removeprefix("unix:"))
+            assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+            return 1
+
+        file.bind(bind)
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o666
+        file.release()
+    assert not path.exists()
 
 
 async def test_an_unknown_group_is_refused_and_leaves_nothing(world: World) -> None:
