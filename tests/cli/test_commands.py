@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvgrpc status` and what the command line as a whole promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus
+from kvgrpc.cli.root import main
+from kvgrpc.cli.screen import Snapshot, as_json, as_screen
+from kvgrpc.config.settings import Settings
+from kvgrpc.core.types import Role, SpaceIdentity
+from tests.served import serving
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvgrpc", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def snapshot() -> Snapshot:
+    worker = ClientStatus("worker-1", Role.WORKER, True, True, 1, 3, 64 << 20, 1, 2)
+    scheduler = ClientStatus("scheduler-1", Role.SCHEDULER, False, False, 0, 0, 0, 0, 0)
+    space = SpaceStatus(
+        b"\1" * 16, SpaceIdentity("[bold]llama", "r1", "bfloat16", 2, "x", "y"), "", "ab" * 8, 3, 10, 5, 1
+    )
+    arena = ArenaStatus(1 << 30, 1 << 29, 0, 1 << 28, 1 << 28, 0, 0, 0)
+    counters = {"lookup_tokens": 1000, "hit_tokens": 920, "stores": 4, "evicted_chunks": 0}
+    return Snapshot(
+        ServerStatus("0.1.0", b"\2" * 16, 93_784_000, 256, True, arena, 10, 1, 1, 2, 3, 4, 1, counters=counters),
+        (EngineStatus("cd" * 8, (scheduler, worker), 3, 4, False),),
+        (space,),
+    )
+
+
+def test_one_screen_says_it_all():
+    console = Console(width=140, record=True, quiet=True)
+    console.print(as_screen(snapshot()))
+    text = console.export_text()
+    for words in (
+        "draining",
+        "1 d 02:03:04",
+        "512 MiB of 1 GiB",
+        "hit rate 92.0% of tokens",
+        "worker-1",
+        "1/3",
+        "64 MiB",
+    ):
+        assert words in text
+    assert "broken stream" in text
+    assert "[bold]llama" in text, "what peers send is text, not markup"
+    assert len(text.splitlines()) < 40
+
+
+def test_json_has_the_protocols_names():
+    found = json.loads(as_json(snapshot()))
+    assert found["server"]["arena"]["pinned_bytes"] == 1 << 28
+    assert found["server"]["server_epoch"] == "02" * 16
+    assert found["engines"][0]["clients"][1]["role"] == "worker"
+    assert found["spaces"][0]["generation"] == 3
+
+
+def test_status_of_a_running_server():
+    with serving("--l1-size", "64MiB") as server:
+        screen = run("status", "--address", server.address)
+        assert screen.returncode == 0, screen.stderr
+        assert "of 64 MiB" in screen.stdout
+        found = json.loads(run("status", "--address", server.address, "--json").stdout)
+    assert found["server"]["arena"]["total_bytes"] == 64 << 20
+    assert found["engines"] == []
+
+
+def test_status_without_a_server_says_what_to_do(tmp_path: Path):
+    done = run("status", "--address", f"unix:{tmp_path}/none")
+    assert done.returncode == 1
+    assert "kvgrpc serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_address_is_explained():
+    done = run("status", "--address", "not an address")
+    assert done.returncode == 1
+    assert "host:port" in done.stderr
+
+
+def test_help_has_every_setting():
+    text = CliRunner().invoke(main, ["serve", "--help"]).output
+    assert [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text] == []
+
+
+def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["demo"])
+    assert done.exit_code == 1
+    assert "pip install 'kvgrpc[torch]'" in done.output
+
+
+def test_the_command_line_loads_no_torch():
+    program = "import sys, kvgrpc.cli.root; print(sorted({'torch', 'numpy', 'cupy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvgrpc serve` as an operator meets it: what it says, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.app import server_options
+from kvgrpc.config.settings import load_settings
+from tests.served import Served, serving, wait_until
+
+
+def started(server: Served) -> dict[str, str]:
+    lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
+    return next(line for line in lines if line["event"] == "started")
+
+
+def refused(*flags: str, folder: Path, **variables: str) -> str:
+    """What the server says when it does not start."""
+    command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(folder / "s"), *flags]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, check=False, env={"PATH": "", **variables}
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_it_says_what_it_chose():
+    with serving(
+        "--l1-size", "64MiB", "--listen", "127.0.0.1:0", "--max-workers", "3", "--chunk-tokens", "64"
+    ) as server:
+        said = started(server)
+    assert said["L1"].startswith("64 MiB of ")
+    assert f"unix:{server.socket}" in said["listens"] and "127.0.0.1:" in said["listens"]
+    assert "0600" in said["listens"]
+    assert said["chunk"] == "64 tokens"
+    assert said["threads"] == "3 for copies, 3 for hashing and tiers"
+    assert said["reflection"] == "on"
+
+
+def test_the_socket_is_this_users_only():
+    with serving("--l1-size", "16MiB") as server:
+        assert server.socket.stat().st_mode & 0o777 == 0o600
+    with serving("--l1-size", "16MiB", "--socket-mode", "0666") as server:
+        assert server.socket.stat().st_mode & 0o777 == 0o666
+
+
+@pytest.mark.parametrize("flag", ["--max-workers", "--max-gpu-workers", "--max-cpu-workers"])
+def test_no_workers_are_refused_at_start(flag: str, tmp_path: Path):
+    assert f"{flag}: must be at least 1, not 0" in refused(flag, "0", folder=tmp_path)
+
+
+def test_a_variable_is_refused_as_its_flag_is(tmp_path: Path):
+    assert "--max-workers: must be at least 1" in refused(folder=tmp_path, KVGRPC_MAX_WORKERS="0")
+
+
+def test_an_l1_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path):
+    text = refused("--l1-size", "900TiB", folder=tmp_path)
+    assert "921600 GiB" in text or "9.216e+05 GiB" in text
+    assert "GiB are available" in text
+
+
+def test_off_the_loopback_is_refused_without_a_word_for_it(tmp_path: Path):
+    assert "--insecure" in refused("--listen", "0.0.0.0:0", "--l1-size", "16MiB", folder=tmp_path)
+
+
+def test_reflection_is_off_once_a_listener_is_off_the_loopback():
+    assert server_options(load_settings(listen=("127.0.0.1:0",))).reflection
+    assert not server_options(load_settings(listen=("0.0.0.0:0",), insecure=True)).reflection
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--listen {address}" in refused("--listen", address, "--l1-size", "16MiB", folder=tmp_path)
+
+
+def test_a_second_server_on_one_path_is_refused():
+    with serving("--l1-size", "16MiB") as server:
+        text = refused("--socket", str(server.socket), "--l1-size", "16MiB", folder=server.socket.parent)
+        assert f"process {server.process.pid}" in text
+        assert server.process.poll() is None
+
+
+def test_sigterm_ends_it_cleanly():
+    with serving("--l1-size", "16MiB") as server:
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.process.poll() is not None, 10)
+        assert server.process.returncode == 0, server.log
+        assert not server.socket.exists()
+        assert "Traceback" not in server.log
+
+
+def test_after_kill_the_path_is_taken_over():
+    with serving("--l1-size", "16MiB") as server:
+        server.process.kill()
+        server.process.wait()
+        assert server.socket.exists()
+        command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(server.socket), "--l1-size", "16MiB"]
+        with (server.socket.parent / "second").open("wb") as log:
+            second = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            wait_until(lambda: '"started"' in (server.socket.parent / "second").read_text(), 30)
+        finally:
+            second.terminate()
+            assert second.wait(30) == 0
