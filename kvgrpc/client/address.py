@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from urllib.parse import quote, unquote
 
 FORMS = "grpc://host:port, grpc+unix:///path, unix:/path or host:port"
 
@@ -29,14 +30,14 @@ class Address:
     def target(self) -> str:
         """The name that gRPC dials."""
         if self.path:
-            return f"unix:{self.path}"
+            return f"unix:{quote(self.path)}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
     """Accepts ``grpc://host:port``, ``grpc+unix:///path``, ``unix:/path``, ``unix:///path`` and ``host:port``.
 
-    Raises ValueError, saying what is wrong and what would be right.
+    Paths may be percent-encoded, as in any URI. Raises ValueError, saying what is wrong and what would be right.
     """
     for scheme in ("grpc+unix:", "unix:"):
         if text.startswith(scheme):
@@ -52,9 +53,9 @@ def parse_address(text: str) -> Address:
 
 
 def _unix_address(text: str, rest: str) -> Address:
-    path = rest
-    if rest.startswith("//"):
-        path = rest.removeprefix("//")
+    path = unquote(rest)
+    if path.startswith("//"):
+        path = path.removeprefix("//")
         if not path.startswith("/"):
             raise ValueError(f"address {text!r} names a host; a Unix socket is unix:///path with three slashes")
     if not path.startswith("/") or path.endswith("/"):

@@ -306,6 +306,9 @@ class Lookups:
             passing = isinstance(error, Refusal) and error.reason in UNANSWERED
             return passing and self._session.attachment is not None
 
+        async def act() -> None:
+            await call()
+
         attempts = AsyncRetrying(
             retry=retry_if_exception(again),
             stop=stop_after_attempt(3),
@@ -313,6 +316,6 @@ class Lookups:
             reraise=True,
         )
         try:
-            await attempts(call)
+            await attempts(act)
         except Refusal as refusal:
             log.debug("not given back: %s", refusal)
