@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of commands against a registration, before anything is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.index import BaseFacts
+from kvgrpc.core.types import ChunkKeys, CoreLimits, LookupCommand, Registration, StoreCommand, TokenRange
+
+U32 = 1 << 32
+
+
+def check_range(tokens: TokenRange, registration: Registration, limits: CoreLimits) -> None:
+    """Ordered, aligned to blocks, no longer than a call may be. Refuses: RANGE."""
+    size = registration.geometry.block_size
+    if not 0 <= tokens.start <= tokens.end < U32:
+        raise Refusal(Reason.RANGE, f"range [{tokens.start}, {tokens.end}) is not ordered", field="range")
+    if tokens.start % size or tokens.end % size:
+        text = f"range [{tokens.start}, {tokens.end}) is not aligned to the block size {size}"
+        raise Refusal(Reason.RANGE, text, field="range")
+    most = limits.keys_per_call * limits.chunk_tokens
+    if tokens.end - tokens.start > most:
+        raise Refusal(Reason.RANGE, f"range has more than {most} tokens", field="range")
+
+
+def check_blocks(blocks: tuple[Sequence[int], ...], tokens: TokenRange, registration: Registration) -> None:
+    """Enough ids for the range in every group, each inside the pool; more than enough are ignored. Refuses: BLOCK_IDS."""
+    groups = registration.geometry.groups
+    if len(blocks) != len(groups):
+        text = f"blocks name {len(blocks)} KV groups; the registration has {len(groups)}"
+        raise Refusal(Reason.BLOCK_IDS, text, field="blocks")
+    for at, (ids, group) in enumerate(zip(blocks, groups, strict=True)):
+        needed = (tokens.end - tokens.start) // group.block_size
+        if len(ids) < needed:
+            text = f"the range needs {needed} blocks of group {at}, {len(ids)} are named"
+            raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
+        used = ids[:needed]
+        if used and not 0 <= min(used) <= max(used) < group.num_blocks:
+            text = f"a block id of group {at} is not below num_blocks {group.num_blocks}"
+            raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
+
+
+def check_store(command: StoreCommand, registration: Registration, limits: CoreLimits) -> None:
+    """Refuses: INVALID_FIELD, RANGE, BLOCK_IDS, SPACE_MISMATCH is the caller's."""
+    check_call_id(command.call_id)
+    check_keys(command.content, limits)
+    check_range(command.range, registration, limits)
+    content = command.content
+    if command.range.end > content.num_tokens:
+        text = f"range ends at {command.range.end}, the content at {content.num_tokens}"
+        raise Refusal(Reason.RANGE, text, field="range.end")
+    last = content.first_chunk + len(content.keys)
+    if command.range.end // limits.chunk_tokens > last:
+        raise Refusal(Reason.RANGE, f"content has keys up to chunk {last} only", field="content")
+    if -(-command.range.start // limits.chunk_tokens) < content.first_chunk:
+        raise Refusal(Reason.RANGE, f"content has keys from chunk {content.first_chunk} on only", field="content")
+    check_blocks(command.blocks, command.range, registration)
+
+
+def check_call_id(call_id: int) -> None:
+    if not 0 < call_id < 1 << 64:
+        raise Refusal(Reason.INVALID_FIELD, "call_id must be 1 to 2**64 - 1", field="call_id")
+
+
+def check_keys(content: ChunkKeys, limits: CoreLimits) -> None:
+    """Refuses: INVALID_FIELD when there are too many or more than the prompt has."""
+    if len(content.keys) > limits.keys_per_call:
+        text = f"content has {len(content.keys)} chunks; a call may name {limits.keys_per_call}"
+        raise Refusal(Reason.INVALID_FIELD, text, field="content")
+    if content.first_chunk + len(content.keys) > content.num_tokens // limits.chunk_tokens:
+        text = f"content has more keys than {content.num_tokens} tokens have full chunks of {limits.chunk_tokens}"
+        raise Refusal(Reason.INVALID_FIELD, text, field="content")
+
+
+def check_prefix(content: ChunkKeys, limits: CoreLimits) -> None:
+    """As ``check_keys``, for calls whose keys begin with the prompt."""
+    check_keys(content, limits)
+    if content.first_chunk:
+        raise Refusal(Reason.INVALID_FIELD, "first_chunk must be 0 here", field="content.hashes.first_chunk")
+
+
+def lookup_ranks(command: LookupCommand, facts: BaseFacts) -> tuple[int, ...]:
+    """The wanted KV ranks, sorted. Refuses: RANK."""
+    world = facts.identity.kv_world_size
+    if not command.kv_ranks:
+        return tuple(range(world))
+    ranks = tuple(sorted(set(command.kv_ranks)))
+    if ranks[0] < 0 or ranks[-1] >= world or len(ranks) != len(command.kv_ranks):
+        text = f"kv_ranks must be different and below kv_world_size {world}"
+        raise Refusal(Reason.RANK, text, field="kv_ranks")
+    return ranks
+
+
+def lookup_kv_tp_size(command: LookupCommand, registration: Registration | None) -> int:
+    """The engine's kv_tp_size; without a registration the lookup's tp_size, so that an object has one reader. Refuses:
+    TP_SIZE_MISMATCH."""
+    if not 1 <= command.tp_size <= 128:
+        raise Refusal(Reason.TP_SIZE_MISMATCH, f"tp_size {command.tp_size} is not 1 to 128", field="tp_size")
+    if registration is None:
+        return command.tp_size
+    if command.tp_size % registration.kv_tp_size:
+        text = f"tp_size {command.tp_size} is not divisible by the engine's kv_tp_size {registration.kv_tp_size}"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
+    if command.tp_size != registration.tp_size:
+        text = f"tp_size is {command.tp_size}, the engine's workers registered {registration.tp_size}"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
+    return registration.kv_tp_size

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be true between any two calls of the bookkeeper. For tests and simulations; slow on purpose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.index import Chunk, Table
+from kvgrpc.core.slots import Slot
+from kvgrpc.core.states import SlotState
+from kvgrpc.core.types import Extent
+
+
+def check(book: Bookkeeper) -> None:
+    """Asserts everything."""
+    chunks = {id(chunk): chunk for chunk in _chunks(book)}
+    slots = {id(slot): slot for chunk in chunks.values() for slot in chunk.slots.values()}
+    settling = {id(slot): slot for slot in _in_flight(book) if slot.state is SlotState.SETTLING}
+    _check_memory(book, [*slots.values(), *settling.values()])
+    _check_chunks(book, list(chunks.values()))
+    _check_uses(book, list(chunks.values()))
+    _check_tables(book)
+    _check_jobs(book)
+    _check_calls(book)
+
+
+def _tables(book: Bookkeeper) -> Iterator[Table]:
+    yield from (space.table for space in book.index.spaces.values())
+    yield from book.index.dead
+
+
+def _chunks(book: Bookkeeper) -> Iterator[Chunk]:
+    """Every chunk that has slots: in tables, in leases, in running calls, in reads."""
+    for table in _tables(book):
+        yield from table.chunks.values()
+    for job in book.jobs.jobs.values():
+        yield from job.lease.chunks
+        if job.prefetch is not None:
+            yield from job.prefetch.planned
+    for client in _clients(book):
+        for call in client.queue:
+            if call.plan is not None:
+                yield from call.plan.chunks()
+    yield from (read.chunk for read in book.prefetcher.reads.values())
+
+
+def _clients(book: Bookkeeper):  # noqa: ANN202 - a generator of Client, attached or ending
+    seen = {id(client): client for client in book.sessions.clients.values()}
+    seen |= {id(call.client): call.client for call in book.calls.slices.values()}
+    return seen.values()
+
+
+def _in_flight(book: Bookkeeper) -> Iterator[Slot]:
+    for call in book.calls.slices.values():
+        if call.plan is not None:
+            yield from call.plan.slots_in_flight()
+    yield from (read.slot for read in book.prefetcher.reads.values())
+
+
+def _check_memory(book: Bookkeeper, slots: list[Slot]) -> None:
+    """Extents are inside the arena, nobody shares a byte, states add up to the whole."""
+    table = book.index.slots
+    sums = Counter({state: 0 for state in SlotState})
+    taken: list[Extent] = []
+    for slot in slots:
+        assert slot.state is not SlotState.FREE, "a free slot is still in use"
+        sums[slot.state] += slot.taken_bytes
+        assert sum(length for _, length in slot.extents) == slot.taken_bytes >= slot.size_bytes
+        taken += slot.extents
+    page = table.page_bytes
+    taken += [(start * page, length * page) for start, length in table.pages.runs()]
+    taken.sort()
+    end = 0
+    for start, length in taken:
+        assert start >= end, f"two owners of the arena at {start}"
+        end = start + length
+    assert end <= table.total_bytes
+    sums[SlotState.FREE] = table.total_bytes - sum(sums.values())
+    assert dict(sums) == table.bytes_by_state, f"{dict(sums)} != {table.bytes_by_state}"
+
+
+def _check_chunks(book: Bookkeeper, chunks: list[Chunk]) -> None:
+    queued = {id(chunk) for queue in book.index.eviction.queues for chunk in queue}
+    for chunk in chunks:
+        assert chunk.pins >= 0 <= chunk.writes
+        assert chunk.holds >= 0
+        for rank, slot in chunk.slots.items():
+            ready, writing = chunk.ready >> rank & 1, chunk.writing >> rank & 1
+            assert ready + writing == 1, "an object is either complete or being written"
+            allowed = (SlotState.READY,) if ready else (SlotState.WRITING,)
+            assert slot.state in (*allowed, SlotState.DOOMED), slot.state
+            assert slot.state is not SlotState.DOOMED or not chunk.table.live
+        assert chunk.ready | chunk.writing == sum(1 << rank for rank in chunk.slots)
+        busy = chunk.pins or chunk.writes or chunk.holds
+        if chunk.table.live or not busy:
+            assert (id(chunk) in queued) == bool(not busy and chunk.ready), "queued exactly while evictable"
+        if chunk.table.live and chunk.slots:
+            assert chunk.table.chunks.get(chunk.key) is chunk
+    for account in book.index.accounts.values():
+        assert account.used_bytes >= 0
+    usage: Counter[int] = Counter()
+    for chunk in chunks:
+        usage[id(chunk.account)] += sum(slot.taken_bytes for slot in chunk.slots.values())
+    for account in book.index.accounts.values():
+        assert account.used_bytes == usage[id(account)], "a tenant's bytes add up"
+
+
+def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
+    """Pins, writes and holds are exactly those that somebody accounts for."""
+    pins: Counter[int] = Counter()
+    writes: Counter[int] = Counter()
+    for job in book.jobs.jobs.values():
+        for chunk, bits in zip(job.lease.chunks, job.lease.remaining, strict=True):
+            pins[id(chunk)] += bool(bits)
+        if job.prefetch is not None:
+            for chunk in job.prefetch.planned:
+                pins[id(chunk)] += 1
+    for client in _clients(book):
+        for call in client.queue:
+            if call.plan is not None:
+                pins.update(id(chunk) for chunk in call.plan.pinned_chunks())
+                writes.update(id(chunk) for chunk in call.plan.held_chunks())
+    holds: Counter[int] = Counter(id(chunk) for hold in book.holds.holds() for chunk in hold.chunks)
+    for chunk in chunks:
+        assert chunk.pins == pins[id(chunk)], "pins are those of leases, prefetches and running reads"
+        assert chunk.writes == writes[id(chunk)] + chunk.writing.bit_count(), "writes are those of slots and stores"
+        assert chunk.holds == holds[id(chunk)]
+    index = book.index
+    ready = [chunk for chunk in chunks if chunk.ready_bytes]
+    assert index.pinned_bytes == sum(chunk.ready_bytes for chunk in ready if chunk.pins)
+    assert index.held_bytes == sum(chunk.ready_bytes for chunk in ready if chunk.holds)
+    assert book.leases.pins == sum(job.lease.pins for job in book.jobs.jobs.values())
+
+
+def _check_tables(book: Bookkeeper) -> None:
+    for space in book.index.spaces.values():
+        assert space.table.live
+    for table in _tables(book):
+        chunks = table.chunks.values()
+        if table.live:
+            all_ranks = table.space.facts.all_ranks
+            assert table.complete == sum(chunk.ready == all_ranks for chunk in chunks)
+            assert table.pinned == sum(chunk.pins > 0 for chunk in chunks)
+            taken = sum(slot.taken_bytes for chunk in chunks for slot in chunk.slots.values())
+            assert table.used_bytes == taken
+
+
+def _check_jobs(book: Bookkeeper) -> None:
+    jobs = book.jobs
+    limits = book.limits
+    assert jobs.record_bytes == sum(job.cost_bytes for job in jobs.jobs.values()) <= limits.records_bytes
+    for job in jobs.jobs.values():
+        assert job.engine.jobs[job.job_id] is job
+        assert job in jobs.recorded
+        pinned = any(job.lease.remaining)
+        assert job.status.done == (job.prefetch is None)
+        assert (job in jobs.leased) == (job.status.done and pinned)
+        assert (job in jobs.finished) == (job in job.engine.finished) == (job.status.done and not pinned)
+        assert not job.status.done or len(job.keys) * limits.chunk_tokens == job.status.hit_tokens
+    for engine in book.sessions.engines.values():
+        assert engine.clients, "an engine goes with its last client"
+        assert len(engine.jobs) <= limits.jobs_per_engine
+        assert all(jobs.jobs.get(job_id) is job for job_id, job in engine.jobs.items())
+        assert set(engine.requests.values()) == set(engine.jobs.values())
+    assert len(jobs.jobs) == sum(len(engine.jobs) for engine in book.sessions.engines.values())
+
+
+def _check_calls(book: Bookkeeper) -> None:
+    running = 0
+    for client in _clients(book):
+        running += len(client.queue)
+        assert len(client.calls) <= book.limits.calls_per_client
+        for call in client.queue:
+            assert call.plan is not None
+            assert call.results is None
+        if client.running is not None:
+            assert client.running in client.queue
+            assert book.calls.slices[client.running.slice_id] is client.running
+        else:
+            assert not client.queue, "a call waits although no slice is in flight"
+            assert not client.unmaps, "memory waits to be unmapped although no slice is in flight"
+        for call_id, call in client.ended.items():
+            assert client.calls[call_id] is call
+            assert call.plan is None
+    assert book.calls.in_flight == running

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a lookup grants: pins on chunks, and for each chunk the set of readers that may still read it.
+
+A reader is one (kv_rank, tp_rank). An object of KV rank k is read by R = tp_size / kv_tp_size tensor-parallel ranks, from
+(k % kv_tp_size) * R on. The readers of a chunk are bits: position of the KV rank among the wanted ones, times R, plus the
+reader's place. A chunk is pinned once while any of its bits is left, so a lookup costs by chunks, not by ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.eviction import touch_order
+from kvgrpc.core.index import Chunk, Index
+from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.types import Reader
+
+if TYPE_CHECKING:
+    from kvgrpc.core.jobs import Job
+
+
+class Lease:
+    """The pins of one job: ``chunks`` from the prompt's first on, ``remaining`` reader bits of each."""
+
+    __slots__ = ("chunks", "full", "kv_tp_size", "ranks", "readers", "remaining")
+
+    def __init__(self, ranks: tuple[int, ...], kv_tp_size: int, readers: int) -> None:
+        self.ranks = ranks
+        self.kv_tp_size = kv_tp_size
+        self.readers = readers
+        self.full = (1 << len(ranks) * readers) - 1
+        self.chunks: list[Chunk] = []
+        self.remaining: list[int] = []
+
+    def bit(self, reader: Reader) -> int:
+        """The reader's bit. Refuses: READER_UNKNOWN."""
+        place = reader.tp_rank - reader.kv_rank % self.kv_tp_size * self.readers
+        if reader.kv_rank not in self.ranks or not 0 <= place < self.readers:
+            text = f"kv_rank {reader.kv_rank}, tp_rank {reader.tp_rank} is no reader of this lookup"
+            raise Refusal(Reason.READER_UNKNOWN, text, field="readers")
+        return 1 << self.ranks.index(reader.kv_rank) * self.readers + place
+
+    @property
+    def pins(self) -> int:
+        """Reader bits left."""
+        return sum(bits.bit_count() for bits in self.remaining)
+
+
+class Leases:
+    """Grants and releases pins; ``pins`` is their sum over all leases."""
+
+    def __init__(self, ledger: Ledger, index: Index) -> None:
+        self._ledger = ledger
+        self._index = index
+        self.pins = 0
+
+    def fits(self, chunks: list[Chunk]) -> bool:
+        """Whether the pin budget has room for these chunks too."""
+        budget = self._index.slots.total_bytes * self._ledger.limits.pin_share
+        more = sum(chunk.ready_bytes for chunk in chunks if not chunk.pins)
+        return self._index.pinned_bytes + more <= budget
+
+    def grant(self, lease: Lease, chunks: list[Chunk], *, pinned: bool = False) -> None:
+        """Adds chunks to the lease, all readers. ``pinned``: the caller's own pin on each becomes the lease's."""
+        if not pinned:
+            pin = self._index.pin
+            for chunk in chunks:
+                pin(chunk)
+        lease.chunks += chunks
+        lease.remaining += [lease.full] * len(chunks)
+        self.pins += len(chunks) * lease.full.bit_count()
+
+    def release(self, lease: Lease, start: int, end: int, mask: int) -> int:
+        """Takes the readers ``mask`` off chunks [start, end), tails first; how many pins that released."""
+        released = 0
+        chunks, remaining = lease.chunks, lease.remaining
+        for at in range(min(end, len(chunks)) - 1, start - 1, -1):
+            bits = remaining[at]
+            left = bits & ~mask
+            if left != bits:
+                released += (bits ^ left).bit_count()
+                remaining[at] = left
+                if not left:
+                    self._index.unpin(chunks[at])
+        self.pins -= released
+        return released
+
+    def end(self, lease: Lease) -> int:
+        """Releases whatever is left; how many pins that were."""
+        return self.release(lease, 0, len(lease.chunks), lease.full)
+
+
+def finish_read(leases: Leases, job: Job, chunk_at: int, bit: int) -> None:
+    """A reader has its bytes of a chunk: under one lease it reads once, whatever it repeats."""
+    leases.release(job.lease, chunk_at, chunk_at + 1, bit)
+
+
+def unpin_all(index: Index, chunks: list[Chunk]) -> None:
+    """Ends one pin on each chunk of a prefix."""
+    for chunk in touch_order(chunks):
+        index.unpin(chunk)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of a slot, as a table.
+
+Theory of operation. A slot is memory in the arena that one object may use. What may happen to it depends on who may be
+touching it, and only evidence ends that: a copy that was launched goes on whatever a clock, a cancel or a Clear says.
+
+    FREE      nobody's. A store or prefetch reserves it.
+    WRITING   one call or tier read fills it; nobody else may read it. Commit makes it READY; an abort makes it FREE when no
+              copy is in flight, else SETTLING.
+    READY     complete and found by lookups of its table. Eviction frees it.
+    PINNED    READY, and leases or running reads hold its chunk. Nothing frees it before the last of them lets go.
+    DOOMED    its table was cleared while it was PINNED or WRITING. Never found again, never committed; the last release
+              (or the end of the copy that fills it) frees it.
+    SETTLING  whoever filled it is gone, but the copy may still be writing. Only the report of that copy frees it.
+
+Pins are kept by chunk, so PINNED is not stored in the slot: a READY slot of a chunk with pins is PINNED
+(``kvgrpc.core.index.state_of``). All other states are stored, and change only along this table.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class SlotState(Enum):
+    """See the module's theory of operation."""
+
+    FREE = "free"
+    WRITING = "writing"
+    READY = "ready"
+    PINNED = "pinned"
+    DOOMED = "doomed"
+    SETTLING = "settling"
+
+
+TRANSITIONS: frozenset[tuple[SlotState, SlotState]] = frozenset(
+    {
+        (SlotState.FREE, SlotState.WRITING),  # reserve
+        (SlotState.WRITING, SlotState.READY),  # commit
+        (SlotState.WRITING, SlotState.FREE),  # abort, no copy in flight
+        (SlotState.WRITING, SlotState.SETTLING),  # abort, a copy in flight
+        (SlotState.WRITING, SlotState.DOOMED),  # its table was cleared
+        (SlotState.READY, SlotState.FREE),  # evict, reclaim
+        (SlotState.READY, SlotState.DOOMED),  # its table was cleared while it was pinned
+        (SlotState.DOOMED, SlotState.FREE),  # last release, end of the copy
+        (SlotState.DOOMED, SlotState.SETTLING),  # its writer is gone too
+        (SlotState.SETTLING, SlotState.FREE),  # the copy's end was reported
+    }
+)
