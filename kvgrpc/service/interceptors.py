@@ -201,7 +201,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if call.rule.exempt or remaining_s is not None:
             return None
         default_s = self._limits.copy_deadline_s if call.rule.copies else self._limits.deadline_s
-        return max(default_s, getattr(request, "wait_ms", 0) / 1000 + self._limits.deadline_s)
+        wait_ms: int = getattr(request, "wait_ms", 0)
+        return max(default_s, wait_ms / 1000 + self._limits.deadline_s) if wait_ms else default_s
 
 
 def _facts(call: Call, start: float) -> dict[str, Any]:

@@ -88,6 +88,13 @@ async def test_a_call_without_a_deadline_gets_the_default(world: World) -> None:
     assert world.cache.cancelled == ["lookup", "retrieve"]
 
 
+async def test_copies_may_have_the_shorter_default(world: World) -> None:
+    stubs = Stubs(world.channel(await world.start(deadline_s=30, copy_deadline_s=0.2)))
+    world.cache.hold.add("store")
+    details = await refused(asyncio.wait_for(stubs.cache.Store(asks.store(), metadata=METADATA), 5))
+    assert details.reason == "DEADLINE"
+
+
 async def test_a_long_poll_gets_its_wait_on_top(world: World) -> None:
     stubs = Stubs(world.channel(await world.start(deadline_s=0.1)))
     world.cache.hold.add("query")
