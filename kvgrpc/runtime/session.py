@@ -79,8 +79,8 @@ class DriverSession:
     async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncIterator[api.AttachEvent]:
         driver = self._driver
         resumed = driver.book.attach(driver.now(), self._client_id, engine_id, role, session_id)
+        driver.pump()  # the end of an earlier session of this name comes before the new stream
         queue = driver.open_stream(self._client_id)
-        driver.pump()
         try:
             yield api.AttachEvent(False, driver.facts.server_epoch, resumed)
             while (event := await queue.get()) is not None:
