@@ -194,7 +194,7 @@ class Slots:
             return
         slab.free.append(slot.extents[0][0])
         slab.used -= 1
-        slabs = self._slabs[slab.size_bytes]
+        slabs = self._slabs.setdefault(slab.size_bytes, {})
         if slab.used:
             slabs[slab] = None
             return
