@@ -191,7 +191,8 @@ class Bookkeeper:
         for mapping_id in client.unmaps:
             self.ledger.outbox.append(Unmap(client.client_id, mapping_id))
         client.unmaps.clear()
-        if client.gone and client.client_id not in self.sessions.clients:
+        if client.gone:
+            self.sessions.ending.pop(client.client_id, None)
             self.ledger.outbox.append(SessionEnded(client.client_id))
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -459,7 +460,7 @@ class Bookkeeper:
             chunks=sum(space.table.complete for space in spaces),
             spaces=sum(1 for space in spaces if space.table.chunks),
             engines=len(self.sessions.engines),
-            clients=len(self.sessions.clients),
+            clients=len(self.sessions.clients) - len(self.sessions.broken),
             jobs=len(self.jobs.jobs),
             pins=self.leases.pins,
             calls_in_flight=self.calls.in_flight,

@@ -48,7 +48,8 @@ def _chunks(book: Bookkeeper) -> Iterator[Chunk]:
 
 def _clients(book: Bookkeeper):  # noqa: ANN202 - a generator of Client, attached or ending
     seen = {id(client): client for client in book.sessions.clients.values()}
-    seen |= {id(call.client): call.client for call in book.calls.slices.values()}
+    seen |= {id(client): client for client in book.sessions.ending.values()}
+    assert all(id(call.client) in seen for call in book.calls.slices.values())
     return seen.values()
 
 

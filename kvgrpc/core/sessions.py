@@ -86,10 +86,16 @@ class Sessions:
         self.engines: dict[str, Engine] = {}
         self.clients: dict[str, Client] = {}
         self.broken: dict[str, Client] = {}
+        self.ending: dict[str, Client] = {}
+        """Clients whose session is over but not their last slice. Their ids stay taken: a new session under such an id would
+        not know the call whose copy still runs, and would fence it in vain."""
 
     def open(self, client_id: str, engine_id: str, role: Role, session_id: bytes) -> Client:
-        """A new session. Refuses: CLIENT_LIMIT."""
-        if len(self.clients) >= self._clients_most:
+        """A new session. Refuses: CLIENT_EXISTS while a copy of an earlier one runs, CLIENT_LIMIT."""
+        if client_id in self.ending:
+            text = "copies of this client's earlier session are still running; try again"
+            raise Refusal(Reason.CLIENT_EXISTS, text, retry_after_ms=100, resource=client_id)
+        if len(self.clients) + len(self.ending) >= self._clients_most:
             text = f"{self._clients_most} clients are attached already; raise --clients"
             raise Refusal(Reason.CLIENT_LIMIT, text, resource="clients")
         engine = self.engines.get(engine_id)
@@ -103,6 +109,8 @@ class Sessions:
     def close(self, client: Client) -> None:
         """Forgets a session; its engine goes with its last client."""
         client.gone = True
+        if client.running is not None:
+            self.ending[client.client_id] = client
         self.broken.pop(client.client_id, None)
         del self.clients[client.client_id]
         engine = client.engine
