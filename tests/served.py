@@ -42,7 +42,7 @@ def serving(*flags: str, module: str = "") -> Iterator[Served]:
     """
     with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
         socket, log_file = Path(folder) / "s", Path(folder) / "log"
-        program = ["kvgrpc", "serve", "--socket", str(socket), *flags] if not module else [module, str(socket)]
+        program = ["kvgrpc", "serve", "--socket", str(socket), *flags] if not module else [module, str(socket), *flags]
         command = [sys.executable, "-m", *program]
         with log_file.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

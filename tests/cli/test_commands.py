@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def snapshot() -> Snapshot:
 
 
 def test_one_screen_says_it_all():
-    console = Console(width=140, record=True, quiet=True)
+    console = Console(width=140, file=io.StringIO(), record=True)
     console.print(as_screen(snapshot()))
     text = console.export_text()
     for words in (

@@ -13,7 +13,6 @@ from kvgrpc.config.settings import Settings, SettingsError, default_socket_path,
 from kvgrpc.config.values import format_size, is_loopback, parse_size, split_address
 from kvgrpc.core.types import CoreLimits
 
-
 COUNTS = {
     "chunk_tokens",
     "clients",
@@ -45,7 +44,7 @@ def test_defaults_are_the_designs():
 def test_every_limit_of_the_core_can_be_set():
     shares = {name: "0.75" for name in Settings.model_fields if name.endswith("_share")}
     counts = {name: "77777" for name in Settings.model_fields if name in COUNTS or name.endswith("_ms")}
-    sizes = {name: "123KiB" for name in ("page_size", "slice_size", "records_size")}
+    sizes = dict.fromkeys(("page_size", "slice_size", "records_size"), "123KiB")
     changed = load_settings(**shares, **counts, **sizes).core_limits()
     unchanged = CoreLimits()
     assert [f.name for f in fields(CoreLimits) if getattr(changed, f.name) == getattr(unchanged, f.name)] == []

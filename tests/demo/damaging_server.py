@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that damages one bit of the first Store: ``python -m tests.demo.damaging_server SOCKET``."""
+"""A server that damages one byte of the first Store: ``python -m tests.demo.damaging_server SOCKET BYTE BITS``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from kvgrpc.transfer.shm import SharedMemoryMover
 
 
 class DamagingMover(SharedMemoryMover):
-    """Flips the lowest bit of the first byte of the first object that is stored: the smallest damage there is."""
+    """Flips bits of one byte in the first object that is stored."""
+
+    byte = 0
+    bits = 0
 
     def __init__(self, arena: Arena, chunk_tokens: int, allowed_uids: set[int]) -> None:
         super().__init__(arena, chunk_tokens, allowed_uids)
@@ -28,15 +31,16 @@ class DamagingMover(SharedMemoryMover):
         if work.direction is Direction.STORE and not self._damaged:
             self._damaged = True
             offset, _ = work.pieces[0].extents[0]
-            self._damaged_arena.view(offset, 1)[0] ^= 1
+            self._damaged_arena.view(offset + self.byte, 1)[0] ^= self.bits
         return report
 
 
-def main(socket: str) -> None:
+def main(socket: str, byte: str, bits: str) -> None:
     configure("info", "json")
+    DamagingMover.byte, DamagingMover.bits = int(byte), int(bits)
     app.SharedMemoryMover = DamagingMover
     asyncio.run(app.serve(load_settings(socket=socket, l1_size="256MiB"), announce))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

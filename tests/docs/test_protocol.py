@@ -73,9 +73,9 @@ def test_every_call_by_hand(tmp_path: Path):
             "trap 'kill $(jobs -p) 2>/dev/null || true; rm -f \"/dev/shm/${MEMORY:-none}\"' EXIT\n" + walkthrough()
         )
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert '"hitTokens": 16' in done.stdout
+    assert '"hit_tokens": 16' in done.stdout
     assert '"drained": true' in done.stdout
     assert '"status": "SERVING"' in done.stdout

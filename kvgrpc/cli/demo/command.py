@@ -33,7 +33,7 @@ ENGINE_S = 600.0
 
 @click.command()
 @click.option("--address", metavar="ADDRESS", help="use a running server of this node instead of starting one")
-@click.option("--prompt-tokens", default=2240, show_default=True, type=click.IntRange(512, 16384), help="prompt length")
+@click.option("--prompt-tokens", default=2112, show_default=True, type=click.IntRange(512, 16384), help="prompt length")
 def demo(address: str | None, prompt_tokens: int) -> None:
     """Send a real transformer's KV cache through the service, from one process into another.
 
@@ -45,7 +45,7 @@ def demo(address: str | None, prompt_tokens: int) -> None:
     console = Console()
     try:
         with _server(address, console) as target:
-            info = asyncio.run(_shake_hands(target))
+            info = asyncio.run(_shake_hands(target, wait_for_server=address is None))
             console.print(f"engine 1 computes {prompt_tokens} tokens and stores their KV ...")
             first = _run_engine(FirstReport, "first", target, prompt_tokens)
             console.print("engine 2 retrieves it, decodes, and computes everything again to compare ...")
@@ -89,9 +89,10 @@ def _wait_for_socket(process: subprocess.Popen[bytes], socket: Path) -> None:
         time.sleep(0.02)
 
 
-async def _shake_hands(address: str) -> ServerInfo:
+async def _shake_hands(address: str, wait_for_server: bool) -> ServerInfo:
     async with AioClient(address) as client:
-        return await client.handshake(Hello(client_version="kvgrpc demo"), timeout_s=START_S, wait_for_server=True)
+        hello = Hello(client_version="kvgrpc demo")
+        return await client.handshake(hello, timeout_s=START_S, wait_for_server=wait_for_server)
 
 
 def _run_engine(kind: type[Report], part: str, address: str, prompt_tokens: int) -> Report:

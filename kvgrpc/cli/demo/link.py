@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import secrets
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -93,4 +94,5 @@ class CacheLink:
 
 def _tokens(prompt: torch.Tensor) -> Tokens:
     """The token ids as the protocol wants them: unsigned 32-bit little-endian."""
-    return Tokens(b"".join(int(token).to_bytes(4, "little") for token in prompt))
+    ids = [int(token) for token in prompt]
+    return Tokens(struct.pack(f"<{len(ids)}I", *ids))
