@@ -16,42 +16,42 @@ if TYPE_CHECKING:
     from kvgrpc.core.index import Chunk
 
 
-class Account:
-    """What one tenant (salt) has. ``quota_bytes`` None = no quota, and then no queue of its own."""
+Queues = tuple[OrderedDict["Chunk", None], ...]
+"""Evictable chunks, oldest first, one queue for each priority."""
 
-    __slots__ = ("queue", "quota_bytes", "used_bytes")
+
+class Account:
+    """What one tenant (salt) has. ``quota_bytes`` None = no quota, and then no queues of its own."""
+
+    __slots__ = ("queues", "quota_bytes", "used_bytes")
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self.quota_bytes: int | None = None
-        self.queue: OrderedDict[Chunk, None] | None = None
+        self.queues: Queues = ()
 
 
 class Eviction:
-    """The queue of evictable chunks, oldest first, one for each priority."""
+    """The evictable chunks of all tenants."""
 
     def __init__(self) -> None:
-        self.queues: tuple[OrderedDict[Chunk, None], ...] = tuple(OrderedDict() for _ in Priority)
+        self.queues: Queues = tuple(OrderedDict() for _ in Priority)
 
     def add(self, chunk: Chunk) -> None:
         """The chunk may be evicted and was used just now."""
         self.queues[chunk.priority][chunk] = None
-        queue = chunk.account.queue
-        if queue is not None:
-            queue[chunk] = None
+        if chunk.account.queues:
+            chunk.account.queues[chunk.priority][chunk] = None
 
     def remove(self, chunk: Chunk) -> None:
         """The chunk is in use or gone."""
         self.queues[chunk.priority].pop(chunk, None)
-        queue = chunk.account.queue
-        if queue is not None:
-            queue.pop(chunk, None)
+        if chunk.account.queues:
+            chunk.account.queues[chunk.priority].pop(chunk, None)
 
     def victim(self, account: Account | None = None) -> Chunk | None:
-        """The chunk to go first, of one tenant or of all; None when nothing may go. Stays queued until removed."""
-        if account is not None:
-            return next(iter(account.queue), None) if account.queue else None
-        for queue in self.queues:
+        """The chunk to go first, of one tenant with a quota or of all; None when nothing may go. Stays queued until removed."""
+        for queue in self.queues if account is None else account.queues:
             if queue:
                 return next(iter(queue))
         return None
@@ -60,11 +60,11 @@ class Eviction:
         """Gives a tenant a quota or takes it away."""
         account.quota_bytes = quota_bytes
         if quota_bytes is None:
-            account.queue = None
-        elif account.queue is None:
-            account.queue = OrderedDict()
-            for queue in self.queues:
-                account.queue.update((chunk, None) for chunk in queue if chunk.account is account)
+            account.queues = ()
+        elif not account.queues:
+            account.queues = tuple(
+                OrderedDict((chunk, None) for chunk in queue if chunk.account is account) for queue in self.queues
+            )
 
 
 def touch_order(chunks: list[Chunk]) -> list[Chunk]:

@@ -304,7 +304,8 @@ class Index:
     def reserve(self, space: Space, size_bytes: int) -> Slot | str:
         """A WRITING slot, making room if need be; or why not: OBJECT_TOO_LARGE, QUOTA, NO_ROOM, SETTLING_LIMIT."""
         slots = self.slots
-        if size_bytes > slots.total_bytes:
+        cost = slots.cost_bytes(size_bytes)
+        if cost > slots.total_bytes:
             return "OBJECT_TOO_LARGE"
         settling = slots.bytes_by_state[SlotState.SETTLING]
         if settling > slots.total_bytes * self._ledger.limits.settling_share:
@@ -312,9 +313,9 @@ class Index:
         account = space.account
         turns = self._ledger.limits.victims_per_turn
         if account.quota_bytes is not None:
-            while account.used_bytes + size_bytes > account.quota_bytes:
+            while account.used_bytes + cost > account.quota_bytes:
                 victim = self.eviction.victim(account)
-                if victim is None or not turns:
+                if victim is None or not turns or cost > account.quota_bytes:
                     return "QUOTA"
                 self.evict(victim)
                 turns -= 1

@@ -126,10 +126,15 @@ class Slots:
         self.bytes_by_state[SlotState.FREE] = self.total_bytes
         self._slabs: dict[int, dict[_Slab, None]] = {}
 
+    def cost_bytes(self, size_bytes: int) -> int:
+        """What an object of this size takes."""
+        rounded = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
+        return rounded if rounded * 2 <= self.page_bytes else -(-size_bytes // self.page_bytes) * self.page_bytes
+
     def reserve(self, size_bytes: int) -> Slot | None:
         """A WRITING slot, or None when there is no room: evict something and try again."""
-        rounded = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
-        slot = self._from_slab(size_bytes, rounded) if rounded * 2 <= self.page_bytes else self._from_pages(size_bytes)
+        cost = self.cost_bytes(size_bytes)
+        slot = self._from_slab(size_bytes, cost) if cost * 2 <= self.page_bytes else self._from_pages(size_bytes, cost)
         if slot is not None:
             self.move(slot, SlotState.WRITING)
         return slot
@@ -151,13 +156,12 @@ class Slots:
             del slabs[slab]
         return slot
 
-    def _from_pages(self, size_bytes: int) -> Slot | None:
-        count = -(-size_bytes // self.page_bytes)
-        pages = self.pages.take(count)
+    def _from_pages(self, size_bytes: int, cost: int) -> Slot | None:
+        size = self.page_bytes
+        pages = self.pages.take(cost // size)
         if pages is None:
             return None
-        size = self.page_bytes
-        slot = Slot(size_bytes, count * size, tuple((start * size, length * size) for start, length in pages))
+        slot = Slot(size_bytes, cost, tuple((start * size, length * size) for start, length in pages))
         slot.pages = pages
         return slot
 
