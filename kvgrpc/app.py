@@ -47,6 +47,7 @@ def server_options(settings: Settings) -> ServerOptions:
         deadline_s=settings.deadline_ms / 1000,
         copy_deadline_s=settings.copy_deadline_ms / 1000,
         drain_s=settings.drain_ms / 1000,
+        stall_s=settings.stall_ms / 1000,
     )
 
 
@@ -70,7 +71,7 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
     )
     driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
-    server = Server(server_options(settings), driver.client, DriverAdmin(driver))
+    server = Server(server_options(settings), driver.client, DriverAdmin(driver), busy_s=hands.affinity.longest_busy_s)
     try:
         await server.start()
         announce(

@@ -96,6 +96,7 @@ class Settings(BaseSettings):
     deadline_ms: Millis = _doc(5_000, "deadline of a call that brings none")
     copy_deadline_ms: Millis = _doc(30_000, "deadline of a Store or Retrieve that brings none")
     drain_ms: Millis = _doc(25_000, "how long running copies may take after SIGTERM")
+    stall_ms: Millis = _doc(30_000, "how long one slice of a copy may run before liveness fails")
 
     # logs
     log_level: str = _doc("info", "debug, info, warning or error")

@@ -2,8 +2,8 @@
 """grpc.health.v1, answered on the event loop itself, so that it depends on nothing that can be busy.
 
 Names: ``""``, ``readiness`` and the services turn NOT_SERVING when the server drains; ``liveness`` stays SERVING to the
-end. The library's servicer is not used: it forgets all watchers of a name when the first of them leaves, and a watcher
-that does not read holds up the change of a status.
+end, unless the watchdog finds that work stands still. The library's servicer is not used: it forgets all watchers of a
+name when the first of them leaves, and a watcher that does not read holds up the change of a status.
 """
 
 from __future__ import annotations
@@ -42,6 +42,14 @@ class Health:
         for name in self._statuses:
             if name != LIVENESS:
                 self._statuses[name] = _NOT_SERVING
+        self._tell()
+
+    def set_alive(self, alive: bool) -> None:
+        """What ``liveness`` says; watchers learn it."""
+        self._statuses[LIVENESS] = _SERVING if alive else _NOT_SERVING
+        self._tell()
+
+    def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvgrpc.service.listeners import ListenError, SocketFile, bind_tcp
 from kvgrpc.service.reflection import reflection_handlers
 from kvgrpc.service.servicer import ClientFor, EngineServicer, KvCacheServicer
 from kvgrpc.service.traffic import Traffic
+from kvgrpc.service.watchdog import Watchdog
 from kvgrpc.telemetry.log import logger
 from kvgrpc.v1 import admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
 
@@ -40,7 +41,8 @@ STOP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where and how the server listens. ``socket`` None = no Unix socket; ``listen``: ``HOST:PORT``, port 0 chooses."""
+    """Where and how the server listens. ``socket`` None = no Unix socket; ``listen``: ``HOST:PORT``, port 0 chooses.
+    ``stall_s``: how long one piece of work may run before ``liveness`` fails."""
 
     socket: Path | None = None
     socket_mode: int = 0o600
@@ -53,17 +55,23 @@ class ServerOptions:
     deadline_s: float = 5.0
     copy_deadline_s: float = 30.0
     drain_s: float = 25.0
+    stall_s: float = 30.0
 
 
 class Server:
     """Serves a cache over gRPC. Everything happens on the event loop that awaits ``start``.
 
     ``client_for`` answers the cache as one client sees it, ``admin`` is the operator's view; ``checks`` are asked for
-    every call after the built-in ones.
+    every call after the built-in ones; ``busy_s`` answers how long the longest-running piece of work has been running.
     """
 
     def __init__(
-        self, options: ServerOptions, client_for: ClientFor, admin: AdminApi, checks: Sequence[Check] = ()
+        self,
+        options: ServerOptions,
+        client_for: ClientFor,
+        admin: AdminApi,
+        checks: Sequence[Check] = (),
+        busy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._options = options
         self._client_for = client_for
@@ -71,6 +79,8 @@ class Server:
         self._checks = checks
         self._traffic = Traffic()
         self._health = Health(SERVICES)
+        self._watchdog = Watchdog(self._health, busy_s, options.stall_s)
+        self._watching: asyncio.Task[None] | None = None
         self._socket: SocketFile | None = None
         self._server: grpc.aio.Server | None = None
         self._addresses: tuple[str, ...] = ()
@@ -97,6 +107,7 @@ class Server:
             self._release()
             raise
         self._server = server
+        self._watching = asyncio.create_task(self._watchdog.run())
         log.info("serving", addresses=list(self._addresses), reflection=self._options.reflection)
 
     async def drain(self, grace_s: float | None = None) -> None:
@@ -120,6 +131,9 @@ class Server:
 
     async def _end(self, grace_s: float | None) -> None:
         self._traffic.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
         if self._server is not None:
             await self._server.stop(grace_s)
             self._server = None

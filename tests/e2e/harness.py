@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.invariants import check
-
 from kvgrpc import api
 from kvgrpc.client.aio import AioClient
+from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.invariants import check
 from kvgrpc.core.types import (
     MIB,
     ChunkOutcome,
@@ -173,15 +172,17 @@ async def local_server(
     tier: MemoryTier | None = None,
     clock: Clock = monotonic_clock,
     workers: int = 8,
+    gates: Gates | None = None,
+    allowed_uids: frozenset[int] = frozenset({os.geteuid()}),
     **options: Any,
 ) -> AsyncIterator[LocalServer]:
     """A server on a Unix socket under ``tmp_path``, stopped at the end; then nothing may be left over."""
     limits = limits or CoreLimits(chunk_tokens=CHUNK, page_bytes=4096)
     arena = Arena(l1_bytes)
     book = Bookkeeper(limits, l1_bytes, (tier.name,) if tier else ())
-    gates = Gates()
+    gates = gates or Gates()
     hands = Hands(
-        mover=SharedMemoryMover(arena, limits.chunk_tokens, {os.geteuid()}, gates=gates),
+        mover=SharedMemoryMover(arena, limits.chunk_tokens, allowed_uids, gates=gates),
         arena=arena,
         affinity=AffinityExecutor(workers),
         cpu_pool=ThreadPoolExecutor(2),
@@ -190,7 +191,8 @@ async def local_server(
     )
     driver = Driver(book, limits, hands, ServerFacts("test", host_id()))
     socket = tmp_path / "kv.sock"
-    server = Server(ServerOptions(socket=socket, **options), driver.client, DriverAdmin(driver))
+    listening = ServerOptions(socket=socket, **options)
+    server = Server(listening, driver.client, DriverAdmin(driver), busy_s=hands.affinity.longest_busy_s)
     await server.start()
     async with contextlib.AsyncExitStack() as stack:
         local = LocalServer(book, driver, gates, server, limits, tier, stack, server.addresses[0])
@@ -208,7 +210,7 @@ class Engine:
     """One worker and one scheduler of an engine, in this process.
 
     ``parallel`` = (kv_rank, tp_rank, tp_size, kv_tp_size). A second worker of the same engine is another Engine with
-    the same ``engine_id`` and ``scheduler=False``.
+    the same ``engine_id`` and ``scheduler=False``. ``lead`` bytes lie before each tensor in the memory.
     """
 
     def __init__(
@@ -228,6 +230,7 @@ class Engine:
         self.salt: str = facts.pop("salt", "")
         self.lora: str = facts.pop("lora", "")
         self.has_scheduler: bool = facts.pop("scheduler", True)
+        lead: int = facts.pop("lead", 0)
         self.identity = SpaceIdentity(
             model=facts.pop("model", "test-model"),
             revision=facts.pop("revision", ""),
@@ -237,9 +240,9 @@ class Engine:
             stored_form="",
         )
         assert not facts, f"unknown facts {facts}"
-        size_bytes = Image(kv, arrangement, block_size, num_blocks).size_bytes
+        size_bytes = Image(kv, arrangement, block_size, num_blocks, lead=lead).size_bytes
         self.memory_name, memory = server.stack.enter_context(shared_memory(size_bytes))
-        self.image = Image(kv, arrangement, block_size, num_blocks, buffer=memory)
+        self.image = Image(kv, arrangement, block_size, num_blocks, lead=lead, buffer=memory)
         self.worker = server.client(f"worker-{number}")
         self.scheduler = server.client(f"scheduler-{number}") if self.has_scheduler else self.worker
         self.space = SpaceRef(b"")
