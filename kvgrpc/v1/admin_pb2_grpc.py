@@ -110,7 +110,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BumpGeneration(self, request, context):
-        """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: NOT_FOUND, SPACE_UNKNOWN.
+        """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

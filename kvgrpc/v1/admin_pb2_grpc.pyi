@@ -42,7 +42,7 @@ class AdminServiceStub:
     Clear: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ClearRequest, _admin_pb2.ClearResponse]
     """Forgets data. Nothing that was stored, or whose Store began, before the answer is ever found again; memory comes back in bounded turns, pinned chunks when their pins go."""
     BumpGeneration: _grpc.UnaryUnaryMultiCallable[_admin_pb2.BumpGenerationRequest, _admin_pb2.BumpGenerationResponse]
-    """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: NOT_FOUND, SPACE_UNKNOWN."""
+    """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN."""
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
     """Keeps a prefix resident for a bounded time, under limits.hold_bytes (else RESOURCE_EXHAUSTED, HOLD_LIMIT)."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
@@ -64,7 +64,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Clear: _aio.UnaryUnaryMultiCallable[_admin_pb2.ClearRequest, _admin_pb2.ClearResponse]  # type: ignore[assignment]
     """Forgets data. Nothing that was stored, or whose Store began, before the answer is ever found again; memory comes back in bounded turns, pinned chunks when their pins go."""
     BumpGeneration: _aio.UnaryUnaryMultiCallable[_admin_pb2.BumpGenerationRequest, _admin_pb2.BumpGenerationResponse]  # type: ignore[assignment]
-    """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: NOT_FOUND, SPACE_UNKNOWN."""
+    """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN."""
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps a prefix resident for a bounded time, under limits.hold_bytes (else RESOURCE_EXHAUSTED, HOLD_LIMIT)."""
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
@@ -113,7 +113,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.BumpGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.BumpGenerationResponse, _abc.Awaitable[_admin_pb2.BumpGenerationResponse]]:
-        """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: NOT_FOUND, SPACE_UNKNOWN."""
+        """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN."""
 
     @_abc_1.abstractmethod
     def Pin(
