@@ -179,11 +179,15 @@ class StorePlan:
             elif chunk is not None and chunk.writing & bit:
                 outcome, reason = ChunkOutcome.BEING_WRITTEN, ""
             elif not reason:
+                if chunk is not None:
+                    self._keep(chunk)  # or making room might evict what other ranks have of it
                 slot = self._desk.index.reserve(self._space, self._object_bytes)
                 if not isinstance(slot, str):
+                    fresh = chunk is None
                     chunk = self._desk.index.begin_object(self._table, key, self._kv_rank, slot)
                     self._desk.index.set_priority(chunk, self._command.policy.priority)
-                    self._keep(chunk)
+                    if fresh:
+                        self._keep(chunk)
                     return chunk, slot, 0
                 self._refusal = reason = slot
         self._planned.append((outcome, reason))

@@ -123,6 +123,11 @@ class Prefetcher:
         source = "l1"
         begun: list[Read] = []
         joined: list[Read] = []
+        if chunk is not None:
+            if not self._leases.fits([chunk]):
+                prefetch.limited_by = LIMIT
+                return False
+            self._index.pin(chunk)  # or making room might evict what is there of it
         for rank in job.lease.ranks:
             if chunk is not None and chunk.ready >> rank & 1:
                 continue
@@ -139,15 +144,18 @@ class Prefetcher:
             if read is None:
                 for other in begun:
                     self._drop_waiter(other, job)
+                if chunk is not None:
+                    self._index.unpin(chunk)
                 return False
             source = tier
             begun.append(read)
-            chunk = read.chunk
+            if chunk is None:
+                chunk = read.chunk
+                self._index.pin(chunk)
         assert chunk is not None
         for read in (*joined, *begun):
             read.jobs[job] = None
             prefetch.waiting[read.read_id] = read
-        self._index.pin(chunk)
         prefetch.planned.append(chunk)
         prefetch.sources.append(source)
         return True
@@ -162,8 +170,10 @@ class Prefetcher:
     ) -> Read | None:
         index, limits = self._index, self._ledger.limits
         total = index.slots.total_bytes
-        in_budget = self.reading_bytes + name.size_bytes <= total * limits.prefetch_share
-        if not in_budget or index.pinned_bytes + self.reading_bytes + name.size_bytes > total * limits.pin_share:
+        if job.space.facts.object_bytes.get(rank) != name.size_bytes:
+            return None  # the geometry changed since the tiers were asked
+        reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
+        if reading > total * limits.prefetch_share or index.pinned_bytes + reading > total * limits.pin_share:
             prefetch.limited_by = LIMIT
             return None
         slot = index.reserve(job.space, name.size_bytes)
@@ -195,7 +205,8 @@ class Prefetcher:
                 committed = self._index.commit_object(read.chunk, read.kv_rank)
             else:
                 self._index.abort_object(read.chunk, read.kv_rank)
-        self._ledger.counters["prefetched_objects" if committed else "failed_reads"] += 1
+        counter = "prefetched_objects" if committed else "failed_reads" if wanted else "cancelled_reads"
+        self._ledger.counters[counter] += 1
         for job in list(read.jobs):
             prefetch = job.prefetch
             if prefetch is None:
