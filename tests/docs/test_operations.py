@@ -19,6 +19,14 @@ def test_every_flag_is_described_and_no_other():
     assert described == [name.replace("_", "-") for name in Settings.model_fields]
 
 
+def test_every_counter_is_described_and_no_other():
+    described = set(re.findall(r"^\| `([a-z]+_?[a-z]*)` \|", OPERATIONS, re.MULTILINE))
+    core = "\n".join(path.read_text() for path in (ROOT / "kvgrpc/core").glob("*.py"))
+    counted = set(re.findall(r'counters\["([a-z_]+)"\]', core))
+    assert counted <= described
+    assert [name for name in described if f'"{name}"' not in core] == []
+
+
 def test_all_field_reports_are_mapped():
     numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", REPORTS, re.MULTILINE)]
     assert numbers == list(range(1, 73))
