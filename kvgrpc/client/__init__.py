@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients of a server: plain ones (AioClient, Client), and what an engine's scheduler and workers use.
 
-Names are loaded when they are first asked for, so that ``import kvgrpc.client`` costs nothing.
+Names are loaded when they are first asked for, so that ``import kvgrpc.client`` costs next to nothing. Import it before
+gRPC (fork.py says why).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+import kvgrpc.client.fork  # noqa: F401 - for its effect: it must come before gRPC
 
 if TYPE_CHECKING:
     from kvgrpc.client.address import Address, parse_address

@@ -6,6 +6,11 @@ they share the poller's descriptors. So nothing of gRPC is touched in a child. I
 replaced by /dev/null as soon as the child runs; otherwise they would keep the parent's session alive after its death
 (TCP to a host by name is not recognised: give the number, or a Unix socket). A child that is started by spawn or exec
 inherits nothing and may use a client of its own.
+
+gRPC has fork handlers of its own, which start its threads anew in every child. Beside a channel of grpc.aio they crash
+one child in five, whether it uses gRPC or not (grpcio 1.85). They are turned off for this process, whatever
+GRPC_ENABLE_FORK_SUPPORT said: gRPC reads it once, when it is first imported, so this module is loaded before gRPC is.
+In a process that imported gRPC before ``kvgrpc.client``, set GRPC_ENABLE_FORK_SUPPORT=0 before that.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import sys
 from weakref import WeakKeyDictionary
 
 from kvgrpc.client.address import Address
@@ -21,6 +27,9 @@ from kvgrpc.client.address import Address
 class ForkedProcessError(RuntimeError):
     """A client was used in a process that was forked from one that had already used one."""
 
+
+if "grpc._cython.cygrpc" not in sys.modules:
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 _used_by_pid = 0
 """The process that first used a client; inherited by forked children, which is how they know."""

@@ -57,9 +57,14 @@ class LoopThread:
         """Raises ForkedProcessError in a forked child, RuntimeError after stop."""
         self._running()
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, and the thread the parent's."""
+        return self._pid not in (0, os.getpid())
+
     def stop(self) -> None:
         """Cancels what still runs and ends the thread. Harmless when repeated, and in a forked child."""
-        if self._pid not in (0, os.getpid()):
+        if self.is_inherited:
             return
         with self._lock:
             self._stopped = True
@@ -77,7 +82,7 @@ class LoopThread:
         return self._start()
 
     def _start(self) -> asyncio.AbstractEventLoop:
-        if self._pid not in (0, os.getpid()):
+        if self.is_inherited:
             claim_process()
             raise ForkedProcessError("this client was made in another process; make one in this process")
         with self._lock:

@@ -89,7 +89,7 @@ class SchedulerClient:
         if self._lookups is not None:
             try:
                 self._loop.run(self._lookups.close())
-            except RuntimeError:  # closed before, or in a forked child, where there is nothing to close
+            except RuntimeError:  # closed before, or this is a forked child with nothing to close
                 return
         self._loop.stop()
 

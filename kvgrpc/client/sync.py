@@ -37,7 +37,7 @@ class Client:
         """Closes the channel and ends the thread. Harmless when repeated."""
         try:
             self._loop.run(self._aio.close())
-        except RuntimeError:  # closed before, or in a forked child, where there is nothing to close
+        except RuntimeError:  # closed before, or this is a forked child with nothing to close
             pass
         self._loop.stop()
 

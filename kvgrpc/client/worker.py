@@ -83,6 +83,8 @@ class WorkerClient:
         until it has seen the end of the session; keep the memory mapped until it is unregistered or the server has
         ended.
         """
+        if self._loop.is_inherited:
+            return True
         with self._lock:
             closing, self._closing = self._closing, True
             pending = [copy.future for copy in self._pending.values()]

@@ -237,7 +237,7 @@ class FakeServer:
         self.run(lambda: [queue.put_nowait(None) for queue in self.cache.streams.values()])
 
     def stop(self) -> None:
-        if self._thread is not None and self._loop is not None and self._server is not None:
+        if self._thread is not None and self._loop is not None and self._server is not None and self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop)
             self._thread.join(10)
             self._thread = None

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What importing the client costs an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import kvgrpc.client
+
+HEAVY = ("torch", "cupy", "numpy", "pydantic", "pydantic_settings", "rich", "click", "structlog", "psutil")
+
+EVERYTHING = "import kvgrpc.client as c; [getattr(c, name) for name in c.__all__]"
+
+
+def fresh(code: str) -> dict[str, float]:
+    """Runs code in a new interpreter: the modules that it loaded, and the seconds that it took."""
+    script = (
+        f"import json, sys, time; start = time.perf_counter(); {code}; seconds = time.perf_counter() - start; "
+        "print(json.dumps({**{name: 1 for name in sys.modules}, 'seconds': seconds}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def test_the_client_loads_nothing_heavy() -> None:
+    loaded = fresh(EVERYTHING)
+    assert "kvgrpc.client.worker" in loaded
+    assert not set(HEAVY) & set(loaded)
+    assert not [name for name in loaded if name.startswith(("kvgrpc.service", "kvgrpc.runtime", "kvgrpc.config"))]
+
+
+def test_import_time() -> None:
+    assert fresh("import kvgrpc.client")["seconds"] < 0.2
+    assert fresh(EVERYTHING)["seconds"] < 3
+
+
+def test_names_are_lazy_and_wrong_ones_are_errors() -> None:
+    loaded = fresh("import kvgrpc.client")
+    assert "grpc" not in loaded
+    assert not hasattr(kvgrpc.client, "Nonsense")
+    assert all(getattr(kvgrpc.client, name) for name in kvgrpc.client.__all__)
