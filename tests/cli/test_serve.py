@@ -63,6 +63,7 @@ def test_a_variable_is_refused_as_its_flag_is(tmp_path: Path):
 
 
 def test_an_l1_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path):
+    """Field reports 18 and 37, as far as they speak of L1: no start, no bus error later, both numbers."""
     text = refused("--l1-size", "900TiB", folder=tmp_path)
     assert "921600 GiB" in text or "9.216e+05 GiB" in text
     assert "GiB are available" in text
@@ -72,7 +73,24 @@ def test_off_the_loopback_is_refused_without_a_word_for_it(tmp_path: Path):
     assert "--insecure" in refused("--listen", "0.0.0.0:0", "--l1-size", "16MiB", folder=tmp_path)
 
 
+def services(server: Served) -> subprocess.CompletedProcess[str]:
+    grpcurl = str(Path(sys.executable).parent / "grpcurl")
+    command = [grpcurl, "-plaintext", "-unix", str(server.socket), "list"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_reflection_lists_the_services_or_is_not_there():
+    """Field report 68: by flag; locally it is on."""
+    with serving("--l1-size", "16MiB") as server:
+        assert "kvgrpc.v1.KvCacheService" in services(server).stdout
+    with serving("--l1-size", "16MiB", "--no-reflection") as server:
+        refused = services(server)
+        assert refused.returncode != 0
+        assert "does not support the reflection API" in refused.stderr
+
+
 def test_reflection_is_off_once_a_listener_is_off_the_loopback():
+    """Field report 68: a listener off the loopback."""
     assert server_options(load_settings(listen=("127.0.0.1:0",))).reflection
     assert not server_options(load_settings(listen=("0.0.0.0:0",), insecure=True)).reflection
 
@@ -84,6 +102,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path):
 
 
 def test_a_second_server_on_one_path_is_refused():
+    """Field report 59: it names the process, and the first server keeps its path."""
     with serving("--l1-size", "16MiB") as server:
         text = refused("--socket", str(server.socket), "--l1-size", "16MiB", folder=server.socket.parent)
         assert f"process {server.process.pid}" in text
@@ -100,6 +119,7 @@ def test_sigterm_ends_it_cleanly():
 
 
 def test_after_kill_the_path_is_taken_over():
+    """Field report 59: a stale socket blocks nobody."""
     with serving("--l1-size", "16MiB") as server:
         server.process.kill()
         server.process.wait()
