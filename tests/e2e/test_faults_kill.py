@@ -41,6 +41,7 @@ def leftovers(server: LocalServer) -> dict[str, Any]:
         "jobs": counts.jobs,
         "calls": counts.calls_in_flight,
         "clients": counts.clients,
+        "sessions": len(server.book.sessions.clients),
         "engines": counts.engines,
         "bytes neither free nor ready": arena.total_bytes - arena.free_bytes - arena.ready_bytes,
         "mappings": mapped(server),
