@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def torn(reason: str) -> tuple[ChunkResult, ...]:
     return (ChunkResult(0, 2, ChunkOutcome.TORN, reason),)
 
 
-def stays_unfinished(future: Future[object], seconds: float = 0.3) -> bool:
+def stays_unfinished(future: Future[Any], seconds: float = 0.3) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if future.done():
