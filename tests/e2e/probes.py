@@ -71,7 +71,8 @@ async def nothing_changes(server: LocalServer, *engines: Engine) -> AsyncIterato
 async def assert_serving(server: LocalServer) -> None:
     """The standard health service answers SERVING."""
     async with grpc.aio.insecure_channel(server.address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
