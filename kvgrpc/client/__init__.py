@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import kvgrpc.client.fork  # noqa: F401 - for its effect: it must come before gRPC
-
 if TYPE_CHECKING:
     from kvgrpc.client.address import Address, parse_address
     from kvgrpc.client.aio import AioClient
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
     from kvgrpc.client.scheduler import SchedulerClient, SchedulerOptions
     from kvgrpc.client.sync import Client
     from kvgrpc.client.worker import WorkerClient, WorkerOptions
+
+import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
 
 _PLACES = {
     "Address": "address",

@@ -19,12 +19,12 @@ from tests.client.fakes import CHUNK, FakeServer, Knobs, fake_process, wait_unti
 from tests.client.memory import tokens
 
 
-def answer(client: SchedulerClient, request_id: str, content: api.Content, **terms: int) -> LookupResult:
+def answer(client: SchedulerClient, request_id: str, content: api.Content, attempt: int = 0) -> LookupResult:
     """Asks until there is an answer, as an engine does from step to step."""
     found: list[LookupResult] = []
 
     def ask() -> bool:
-        result = client.try_lookup(request_id, content, **terms)
+        result = client.try_lookup(request_id, content, attempt=attempt)
         found.extend([result] if result is not None else [])
         return result is not None
 
@@ -208,7 +208,7 @@ def test_no_server_is_a_miss_until_it_appears(server: FakeServer, make_scheduler
         start = time.perf_counter()
         assert client.lookup(f"r{i}", tokens(32)).hit_tokens == 0
         assert client.try_lookup(f"t{i}", tokens(32)) is not None
-        assert time.perf_counter() - start < 0.1
+        assert time.perf_counter() - start < 0.2
     server.start()
     took_s = wait_until(lambda: client.lookup("again", tokens(32)).hit_tokens == 32)
     assert took_s < 5
@@ -225,7 +225,7 @@ def test_a_frozen_server_costs_three_bounded_waits_and_then_nothing(
         for i in range(3):
             start = time.perf_counter()
             assert client.lookup(f"r{i}", tokens(32), timeout_s=0.2).hit_tokens == 0
-            assert 0.15 < time.perf_counter() - start < 0.5
+            assert 0.15 < time.perf_counter() - start < 1.0
         wait_until(lambda: client.lookup("open?", tokens(32)).reason == "BREAKER_OPEN", 2)
         times: list[float] = []
         for i in range(100):
