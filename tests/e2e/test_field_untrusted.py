@@ -144,17 +144,9 @@ async def test_pickles_in_every_field_are_data(tmp_path: Path) -> None:
         await engine.store(EIGHT, range(32))
         answer = await engine.lookup(EIGHT)
         paths, sent = methods(), 0
-        # names that may be any text: what is sent under them is just another name
-        names = {
-            "model",
-            "revision",
-            "kv_dtype",
-            "hash_algorithm",
-            "lora",
-            "cache_salt",
-            "request_id",
-            "client_version",
-        }
+        # names that may be any text (of some length and letters): what is sent under them is just another name
+        names = {"model", "revision", "kv_dtype", "hash_algorithm", "lora", "cache_salt", "backend", "layout"}
+        names |= {"request_id", "client_version"}
         async with grpc.aio.insecure_channel(server.address) as channel:
             for name, message in requests(engine, answer.job_id).items():
                 path = paths[name.split()[1]]
