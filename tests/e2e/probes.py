@@ -6,6 +6,7 @@ something is still locked, and how objects get into a tier.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
@@ -17,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvgrpc import api
 from kvgrpc.core.errors import Refusal
 from kvgrpc.core.keys import chunk_keys, object_name, space_digest
-from kvgrpc.core.types import ChunkResult, ObjectName, SpaceRef
-from tests.e2e.harness import Engine, LocalServer, tokens_of, until
+from kvgrpc.core.types import ChunkResult, CoreLimits, ObjectName, SpaceRef
+from tests.e2e.harness import CHUNK, Engine, LocalServer, tokens_of, until
 from tests.kvdata import Kv
 
 TINY = Kv(layers=2, planes=2, heads=1, head_dim=16)
@@ -39,6 +40,16 @@ async def refused(call: Awaitable[object]) -> tuple[str, str, str]:
 def spans(results: tuple[ChunkResult, ...]) -> list[tuple[int, int, str, str]]:
     """(first chunk, count, outcome, reason) of each result."""
     return [(r.first_chunk, r.count, r.outcome.value, r.reason) for r in results]
+
+
+# ---- servers elsewhere -----------------------------------------------------------------------------------------------
+
+
+def out_of_reach(address: str, stack: contextlib.AsyncExitStack) -> LocalServer:
+    """A server in another process: engines can be made there, nothing inside it can be looked at."""
+    inside: Any = None
+    names = itertools.count()
+    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, names)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------

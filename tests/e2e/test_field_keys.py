@@ -6,22 +6,20 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvgrpc import api
-from kvgrpc.core.types import MIB, CoreLimits, ObjectName
+from kvgrpc.core.types import MIB, ObjectName
 from kvgrpc.tiers.memory import MemoryTier
-from tests.e2e.harness import CHUNK, LocalServer, local_server, outcomes, tokens_of
-from tests.e2e.probes import found, refused
+from tests.e2e.harness import CHUNK, local_server, outcomes, tokens_of
+from tests.e2e.probes import found, out_of_reach, refused
 from tests.kvdata import Kv
 from tests.served import serving
 
@@ -122,13 +120,6 @@ async def test_every_token_id_is_taken(tmp_path: Path, edge: int) -> None:
             assert await engine.hits(prompt(at, edge)) == 2
             for near in (edge - 1, edge + 1, edge ^ 2**31):
                 assert await engine.hits(prompt(at, near)) == at // CHUNK
-
-
-def out_of_reach(address: str, stack: contextlib.AsyncExitStack) -> LocalServer:
-    """A server in another process: engines can be made there, nothing inside it can be looked at."""
-    inside: Any = None
-    names = itertools.count()
-    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, names)
 
 
 @pytest.mark.timeout(180)
