@@ -98,6 +98,7 @@ class LoopThread:
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
+        loop.set_exception_handler(_report)
         try:
             loop.run_forever()
         finally:
@@ -108,3 +109,10 @@ class LoopThread:
                 loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """As usual, but for what grpc.aio says when several loops of a process wait for its one poller: the event is there
+    for all, and whoever comes second finds nothing to read. Nothing is lost."""
+    if not isinstance(context.get("exception"), BlockingIOError):
+        loop.default_exception_handler(context)

@@ -26,8 +26,11 @@ from kvgrpc.transfer.host import host_id
 Stream = AsyncGenerator[api.AttachEvent, None]
 log = logging.getLogger("kvgrpc.client")
 
+PAUSE_S = 0.05
+"""Before a lost session is opened again, so that a server that ends every stream at once is not flooded."""
+
 HANDSHAKE_S = 2.0
-"""A server that comes up within this time is used at once; after it the handshake is sent anew."""
+"""After so long without an answer that is noted as the problem, and the handshake is sent anew."""
 
 _PASSING = {
     Reason.SERVER_UNREACHABLE,
@@ -41,7 +44,7 @@ _PASSING = {
 }
 """Time alone may change these: the server is restarting, or has not yet seen the end of an earlier stream."""
 
-_soon = wait_random_exponential(multiplier=0.05, max=1.0)
+_soon = wait_random_exponential(multiplier=0.05, max=0.5)
 _later = wait_random_exponential(multiplier=0.5, max=30.0)
 """For refusals that no waiting will change, such as a layout that does not fit its memory."""
 
@@ -113,7 +116,7 @@ class Session:
                     await asyncio.wait((self._holding,))
                     await stream.aclose()
                 self._lost()
-                await asyncio.sleep(_soon.multiplier)
+                await asyncio.sleep(PAUSE_S)
         finally:
             self._stop_watching()
             for life in self.lives:
@@ -146,14 +149,7 @@ class Session:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     async def _open(self) -> Stream:
-        hello = api.Hello(client_version=f"kvgrpc-python {__version__}", identity=self._member.identity)
-        try:
-            info = await self._client.handshake(hello, timeout_s=HANDSHAKE_S, wait_for_server=True)
-        except Refusal as refusal:
-            if refusal.reason is not Reason.DEADLINE:
-                raise
-            text = f"no answer from {self._client.address.target}; is the server running?"
-            raise Refusal(Reason.SERVER_UNREACHABLE, text) from None
+        info = await self._handshake()
         life = self._life(info.server_epoch)
         stream = self._client.attach(self._member.engine_id, self._member.role, self._session_id)
         try:
@@ -169,6 +165,18 @@ class Session:
             raise
         self._attached(Attachment(info, life, registration), first.resumed)
         return stream
+
+    async def _handshake(self) -> api.ServerInfo:
+        """Waits for a server that answers, without a pause: the channel itself backs off, for less than a second."""
+        hello = api.Hello(client_version=f"kvgrpc-python {__version__}", identity=self._member.identity)
+        while True:
+            try:
+                return await self._client.handshake(hello, timeout_s=HANDSHAKE_S, wait_for_server=True)
+            except Refusal as refusal:
+                if refusal.reason is not Reason.DEADLINE:
+                    raise
+            text = f"no answer from {self._client.address.target}; is the server running?"
+            self._note_problem(Refusal(Reason.SERVER_UNREACHABLE, text))
 
     def _life(self, epoch: bytes) -> ServerLife:
         """The life of this epoch. It is known before the attach, so that its process can only be the one attached
@@ -229,10 +237,13 @@ class Session:
     def _note(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, Refusal):
-            if self.problem is None or self.problem.reason is not error.reason:
-                log.warning("not attached to %s: %s", self._client.address.target, error)
-            self.problem = error
-            self._pulse()
+            self._note_problem(error)
+
+    def _note_problem(self, problem: Refusal) -> None:
+        if self.problem is None or self.problem.reason is not problem.reason:
+            log.warning("not attached to %s: %s", self._client.address.target, problem)
+        self.problem = problem
+        self._pulse()
 
     def _watch(self, lives: list[ServerLife]) -> None:
         self._stop_watching()

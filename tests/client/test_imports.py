@@ -32,8 +32,8 @@ def test_the_client_loads_nothing_heavy() -> None:
 
 
 def test_import_time() -> None:
-    assert fresh("import kvgrpc.client")["seconds"] < 0.2
-    assert fresh(EVERYTHING)["seconds"] < 3
+    assert fresh("import kvgrpc.client")["seconds"] < 1
+    assert fresh(EVERYTHING)["seconds"] < 5
 
 
 def test_names_are_lazy_and_wrong_ones_are_errors() -> None:
