@@ -125,7 +125,8 @@ async def test_failed_prefetch_is_never_found(tmp_path: Path, fault: str) -> Non
         names = await keep_in_tier(server, engine, tokens)
         tier.hang()
         waiting = [asyncio.create_task(found(engine, tokens)) for _ in range(20)]
-        await until(lambda: tier.reads_in_flight == 4, what="four reads for all lookups together")
+        await until(lambda: server.book.counts().jobs == 20 and tier.reads_in_flight == 4)
+        assert tier.reads == 4, "four reads for all lookups together"
         assert outcomes(await engine.store(tokens, range(16))) == ["BEING_WRITTEN"] * 4
         if fault == "short":
             for name in names:
