@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads with affinity: everything of one client runs on one thread, in the order it was submitted.
 
-A new client is bound to the thread with the fewest clients, so no two share one while another is free. Threads start
-with their first work. All methods belong to the event loop's thread; what is submitted runs on the bound thread.
+A new client is bound to the thread with the fewest clients, so no two share one while another is free; bind only those
+that will have work. Threads start with their first work. All methods belong to the event loop's thread; what is
+submitted runs on the bound thread.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class AffinityExecutor:
         """Thread number of the client, bound now if it was not."""
         lane = self._bound.get(client_id)
         if lane is None:
-            lane = min(self._lanes, key=lambda lane: (len(lane.clients), lane.queued))
+            lane = self._least_loaded()
             lane.clients.add(client_id)
             self._bound[client_id] = lane
         return lane.number
+
+    def _least_loaded(self) -> _Lane:
+        return min(self._lanes, key=lambda lane: (len(lane.clients), lane.queued))
 
     def release(self, client_id: str) -> None:
         """Forgets the client; what it submitted still runs."""
@@ -63,8 +67,9 @@ class AffinityExecutor:
         return None if lane is None else lane.number
 
     def submit(self, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs ``work`` on the client's thread after all it submitted before. KeyError for a client not bound."""
-        lane = self._bound[client_id]
+        """Runs ``work`` on the client's thread after all it submitted before; for a client that is not bound, on any
+        thread. Do not cancel the future: what was submitted runs."""
+        lane = self._bound.get(client_id) or self._least_loaded()
         if lane.pool is None:
             lane.pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-{lane.number}")
         lane.submitted += 1

@@ -214,7 +214,6 @@ class Driver:
 
     def open_stream(self, client_id: str) -> asyncio.Queue[api.AttachEvent | None]:
         """The client's event queue; an earlier one ends."""
-        self.hands.affinity.bind(client_id)
         earlier = self._streams.get(client_id)
         if earlier is not None:
             earlier.put_nowait(None)

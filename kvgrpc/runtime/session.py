@@ -81,6 +81,8 @@ class DriverSession:
         resumed = driver.book.attach(driver.now(), self._client_id, engine_id, role, session_id)
         driver.pump()  # the end of an earlier session of this name comes before the new stream
         queue = driver.open_stream(self._client_id)
+        if role is Role.WORKER:  # others copy nothing
+            driver.hands.affinity.bind(self._client_id)
         try:
             yield api.AttachEvent(False, driver.facts.server_epoch, resumed)
             while (event := await queue.get()) is not None:
@@ -121,7 +123,7 @@ class DriverSession:
             self._submit(driver.hands.mover.unmap, mapping_id)
             raise
         if not registered.changed:
-            await asyncio.wrap_future(self._submit(driver.hands.mover.unmap, mapping_id))
+            await asyncio.shield(asyncio.wrap_future(self._submit(driver.hands.mover.unmap, mapping_id)))
         driver.block_sizes[self._client_id] = geometry.block_size
         driver.pump()
         return api.RegisterAnswer(
@@ -146,10 +148,11 @@ class DriverSession:
 
     async def _map(self, mapping_id: int, layout: api.Layout) -> bytes:
         mover = self._driver.hands.mover
+        mapping = self._submit(mover.map, mapping_id, layout)
         try:
-            return await asyncio.wrap_future(self._submit(mover.map, mapping_id, layout))
+            return await asyncio.shield(asyncio.wrap_future(mapping))
         except asyncio.CancelledError:
-            self._submit(mover.unmap, mapping_id)
+            mapping.add_done_callback(lambda _: mover.unmap(mapping_id))  # on the thread that has mapped it
             raise
 
     async def unregister(self, engine_id: str) -> None:

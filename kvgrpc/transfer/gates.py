@@ -62,6 +62,7 @@ class Gates:
 
     def __init__(self) -> None:
         self._gate: Gate | None = None
+        self._made: list[Gate] = []
 
     def hold(
         self, after_runs: int, direction: Direction | None = None, client_id: str = "", limit_s: float = 60.0
@@ -70,7 +71,13 @@ class Gates:
         earlier gate, which keeps what it holds.
         """
         self._gate = Gate(after_runs, direction, client_id, limit_s)
+        self._made.append(self._gate)
         return self._gate
+
+    def release_all(self) -> None:
+        """Releases every gate that was made, so that a test that fails ends at once."""
+        for gate in self._made:
+            gate.release()
 
     def pace(self, work: RunSlice, runs: Iterator[T]) -> Iterator[T]:
         """``runs``, held where a gate says so."""

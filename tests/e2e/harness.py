@@ -199,6 +199,7 @@ async def local_server(
         try:
             yield local
         finally:
+            gates.release_all()
             await stack.aclose()
             await server.stop()
             await driver.close()

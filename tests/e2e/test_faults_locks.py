@@ -13,12 +13,13 @@ import grpc.aio
 import pytest
 
 from kvgrpc import api
+from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import MS, ChunkOutcome, CoreLimits, LookupAnswer, Role, S, TokenRange
 from kvgrpc.runtime.clock import ManualClock
 from kvgrpc.v1 import cache_pb2_grpc
 from kvgrpc.wire.cache import encode_retrieve_request
 from tests.e2e.harness import BLOCK, CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import TINY, counters, fill_twice, refused
+from tests.e2e.probes import TINY, counters, fill_twice, mapped, refused
 
 CHUNKS = 8
 TOKENS = CHUNKS * CHUNK
@@ -220,6 +221,35 @@ async def test_clients_have_threads_of_their_own(tmp_path: Path) -> None:
         assert sorted(times)[len(times) * 9 // 10] < 0.3
         gate.release()
         assert outcomes(await held) == ["STORED"] * CHUNKS
+
+
+async def test_schedulers_take_no_thread(tmp_path: Path) -> None:
+    """Field report 54: as many engines as threads, each with a scheduler that copies nothing: no two workers share."""
+    async with local_server(tmp_path, limits=LIMITS, workers=4) as server:
+        engines = [await server.engine(kv=TINY) for _ in range(4)]
+        threads = await threads_of(server)
+        assert sorted(threads[engine.worker.client_id] for engine in engines) == [0, 1, 2, 3]
+        register = engines[0].scheduler.register(engines[0].registration())
+        assert (await refused(register))[:2] == ("INVALID_ARGUMENT", "INVALID_FIELD")
+        lanes = server.driver.hands.affinity.lanes()
+        assert [(len(clients), queued) for _, clients, queued in lanes] == [(1, 0)] * 4
+
+
+async def test_register_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    """A Register whose deadline passes while it waits for the client's thread: no mapping and no work stays."""
+    async with local_server(tmp_path, limits=LIMITS, workers=1) as server:
+        engine, other = await server.engine(kv=TINY), await server.engine(kv=TINY, num_blocks=128)
+        gate = server.gates.hold(0, client_id=engine.worker.client_id)
+        held = asyncio.ensure_future(engine.store(tokens_of(1, TOKENS), BLOCKS))
+        assert await asyncio.to_thread(gate.wait_reached, 10)
+        for _ in range(3):
+            with pytest.raises(Refusal):
+                await other.worker.register(other.registration(), timeout_s=0.1)
+        gate.release()
+        await held
+        await until(lambda: mapped(server) == 2, 5, "the end of the mappings")
+        assert [queued for _, _, queued in server.driver.hands.affinity.lanes()] == [0]
+        assert outcomes(await other.store(tokens_of(2, TOKENS), BLOCKS)) == ["STORED"] * CHUNKS
 
 
 async def test_threads_are_shared_evenly_and_given_back(tmp_path: Path) -> None:

@@ -74,10 +74,12 @@ def test_binding_twice_keeps_the_thread() -> None:
     assert executor.thread_of("a") == first
 
 
-def test_a_client_that_is_not_bound() -> None:
+def test_work_of_a_client_that_is_not_bound_leaves_no_binding() -> None:
     executor = AffinityExecutor(1)
-    with pytest.raises(KeyError):
-        executor.submit("nobody", int)
+    assert executor.submit("nobody", int).result(10) == 0
+    assert executor.thread_of("nobody") is None
+    executor.close()
+    assert executor.lanes() == [(0, (), 0)]
 
 
 def test_zero_threads_make_no_sense() -> None:
