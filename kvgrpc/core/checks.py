@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of commands against a registration, before anything is recorded."""
+"""Checks of commands and registrations, before anything is recorded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_range(tokens: TokenRange, registration: Registration, limits: CoreLimi
 
 
 def check_blocks(blocks: tuple[Sequence[int], ...], tokens: TokenRange, registration: Registration) -> None:
-    """Enough ids for the range in every group, each inside the pool; more than enough are ignored. Refuses: BLOCK_IDS."""
+    """Enough ids for the range in every group, each inside the pool; more are ignored. Refuses: BLOCK_IDS."""
     groups = registration.geometry.groups
     if len(blocks) != len(groups):
         text = f"blocks name {len(blocks)} KV groups; the registration has {len(groups)}"
@@ -60,6 +60,7 @@ def check_store(command: StoreCommand, registration: Registration, limits: CoreL
 
 
 def check_call_id(call_id: int) -> None:
+    """Refuses: INVALID_FIELD."""
     if not 0 < call_id < 1 << 64:
         raise Refusal(Reason.INVALID_FIELD, "call_id must be 1 to 2**64 - 1", field="call_id")
 
@@ -107,3 +108,29 @@ def lookup_kv_tp_size(command: LookupCommand, registration: Registration | None)
         text = f"tp_size is {command.tp_size}, the engine's workers registered {registration.tp_size}"
         raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
     return registration.kv_tp_size
+
+
+def check_ranks(r: Registration, others: Registration | None, base: bytes, other_base: bytes) -> None:
+    """Whether a worker's place in its engine makes sense. Refuses: RANK, TP_SIZE_MISMATCH, SPACE_MISMATCH."""
+    world = r.identity.kv_world_size
+    if not 1 <= r.tp_size <= 128 or not 1 <= r.kv_tp_size <= r.tp_size or r.tp_size % r.kv_tp_size:
+        text = f"kv_tp_size {r.kv_tp_size} does not divide tp_size {r.tp_size}"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="kv_tp_size")
+    if world % r.kv_tp_size:
+        text = f"kv_tp_size {r.kv_tp_size} does not divide kv_world_size {world}"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="kv_tp_size")
+    if not 0 <= r.tp_rank < r.tp_size:
+        raise Refusal(Reason.RANK, f"tp_rank {r.tp_rank} is not below tp_size {r.tp_size}", field="tp_rank")
+    if not 0 <= r.kv_rank < world:
+        raise Refusal(Reason.RANK, f"kv_rank {r.kv_rank} is not below kv_world_size {world}", field="kv_rank")
+    place = r.tp_rank // (r.tp_size // r.kv_tp_size)
+    if r.kv_rank % r.kv_tp_size != place:
+        text = f"tp_rank {r.tp_rank} of {r.tp_size} holds KV rank {place} of its stage, not kv_rank {r.kv_rank}"
+        raise Refusal(Reason.RANK, text, field="kv_rank")
+    if others is None:
+        return
+    if (r.tp_size, r.kv_tp_size) != (others.tp_size, others.kv_tp_size):
+        text = f"the engine's other workers have tp_size {others.tp_size} and kv_tp_size {others.kv_tp_size}"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
+    if base != other_base:
+        raise Refusal(Reason.SPACE_MISMATCH, "the engine's other workers registered another identity", field="identity")

@@ -67,13 +67,7 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer by name, not a 
     """
 
     def __init__(
-        self,
-        reason: Reason,
-        message: str,
-        *,
-        field: str = "",
-        retry_after_ms: int | None = None,
-        resource: str = "",
+        self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int | None = None, resource: str = ""
     ) -> None:
         super().__init__(f"{reason.value}: {message}")
         self.reason = reason

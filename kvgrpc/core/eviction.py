@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who goes first when room is needed: least recently used, by priority class, and inside a tenant that has a quota.
 
-Only chunks that may be evicted are queued; whoever uses a chunk takes it out and puts it back as the most recent. Uses of
-a prefix end tail first, so a head is always younger than its tail and never goes before it.
+Every use of a prefix touches all of it, tails first; so a head is always younger than its tail and never goes before
+it. Only uses set the order: the end of a pin, a write or a hold makes a chunk evictable where its last use put it.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.types import Priority
@@ -16,8 +18,54 @@ if TYPE_CHECKING:
     from kvgrpc.core.index import Chunk
 
 
-Queues = tuple[OrderedDict["Chunk", None], ...]
-"""Evictable chunks, oldest first, one queue for each priority."""
+class Queue:
+    """Chunks of one priority, least recently used first.
+
+    Chunks in use stay in their places, so pinning and releasing cost nothing here. Whoever looks for a victim parks
+    those in use that it meets; a parked chunk that comes to rest, unused since, goes before all others, in old order.
+    """
+
+    __slots__ = ("_back", "_parkings", "order", "parked")
+
+    def __init__(self, chunks: Sequence[Chunk] = ()) -> None:
+        self.order: OrderedDict[Chunk, None] = OrderedDict.fromkeys(chunks)
+        self.parked: dict[Chunk, int] = {}
+        self._parkings = 0
+        self._back: list[tuple[int, Chunk]] = []
+
+    def use(self, chunk: Chunk) -> None:
+        """The chunk was used just now."""
+        if self.parked:
+            self.parked.pop(chunk, None)
+        self.order[chunk] = None
+        self.order.move_to_end(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """The chunk is gone, or goes to another queue."""
+        self.order.pop(chunk, None)
+        self.parked.pop(chunk, None)
+
+    def rest(self, chunk: Chunk) -> None:
+        """Nobody uses the chunk any more."""
+        parking = self.parked.get(chunk)
+        if parking is not None:
+            heapq.heappush(self._back, (parking, chunk))
+
+    def oldest(self) -> Chunk | None:
+        """The chunk to go first; None when all are in use."""
+        while self._back:
+            parking, chunk = self._back[0]
+            if self.parked.get(chunk) == parking and not chunk.in_use:
+                return chunk
+            heapq.heappop(self._back)
+        while self.order:
+            chunk = next(iter(self.order))
+            if not chunk.in_use:
+                return chunk
+            del self.order[chunk]
+            self._parkings += 1
+            self.parked[chunk] = self._parkings
+        return None
 
 
 class Account:
@@ -28,32 +76,46 @@ class Account:
     def __init__(self) -> None:
         self.used_bytes = 0
         self.quota_bytes: int | None = None
-        self.queues: Queues = ()
+        self.queues: tuple[Queue, ...] = ()
 
 
 class Eviction:
-    """The evictable chunks of all tenants."""
+    """The chunks of all tenants, a queue for each priority."""
 
     def __init__(self) -> None:
-        self.queues: Queues = tuple(OrderedDict() for _ in Priority)
+        self.queues: tuple[Queue, ...] = tuple(Queue() for _ in Priority)
 
-    def add(self, chunk: Chunk) -> None:
-        """The chunk may be evicted and was used just now."""
-        self.queues[chunk.priority][chunk] = None
-        if chunk.account.queues:
-            chunk.account.queues[chunk.priority][chunk] = None
+    def use(self, chunks: Sequence[Chunk], priority: Priority) -> None:
+        """A prefix was used just now, by a request of this priority."""
+        queues = self.queues
+        for chunk in touch_order(chunks):
+            if chunk.priority < priority:
+                self.drop(chunk)
+                chunk.priority = priority
+            queues[chunk.priority].use(chunk)
+            if chunk.account.queues:
+                chunk.account.queues[chunk.priority].use(chunk)
 
-    def remove(self, chunk: Chunk) -> None:
-        """The chunk is in use or gone."""
-        self.queues[chunk.priority].pop(chunk, None)
+    def drop(self, chunk: Chunk) -> None:
+        """The chunk is gone."""
+        self.queues[chunk.priority].drop(chunk)
         if chunk.account.queues:
-            chunk.account.queues[chunk.priority].pop(chunk, None)
+            chunk.account.queues[chunk.priority].drop(chunk)
+
+    def rest(self, chunk: Chunk) -> None:
+        """Nobody uses the chunk any more."""
+        queue = self.queues[chunk.priority]
+        if queue.parked:
+            queue.rest(chunk)
+        if chunk.account.queues:
+            chunk.account.queues[chunk.priority].rest(chunk)
 
     def victim(self, account: Account | None = None) -> Chunk | None:
-        """The chunk to go first, of one tenant with a quota or of all; None when nothing may go. Stays queued until removed."""
+        """The chunk to go first, of one tenant with a quota or of all; None when nothing may go."""
         for queue in self.queues if account is None else account.queues:
-            if queue:
-                return next(iter(queue))
+            chunk = queue.oldest()
+            if chunk is not None:
+                return chunk
         return None
 
     def set_quota(self, account: Account, quota_bytes: int | None) -> None:
@@ -63,10 +125,11 @@ class Eviction:
             account.queues = ()
         elif not account.queues:
             account.queues = tuple(
-                OrderedDict((chunk, None) for chunk in queue if chunk.account is account) for queue in self.queues
+                Queue([chunk for chunk in (*queue.parked, *queue.order) if chunk.account is account])
+                for queue in self.queues
             )
 
 
-def touch_order(chunks: list[Chunk]) -> list[Chunk]:
-    """The order in which uses of a prefix end: tails first."""
+def touch_order(chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+    """The order in which a prefix is touched: tails first."""
     return chunks[::-1]

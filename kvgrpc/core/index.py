@@ -9,90 +9,87 @@ bounded turns, those in use when their last user lets go.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.eviction import Account, Eviction
-from kvgrpc.core.keys import fingerprint, space_base, space_digest
+from kvgrpc.core.keys import space_base, space_digest
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot, Slots
 from kvgrpc.core.states import SlotState
-from kvgrpc.core.types import Cleared, Priority, SpaceIdentity, SpaceRef, SpaceStatus
+from kvgrpc.core.types import Cleared, Priority, SpaceIdentity, SpaceRef
 
 
+@dataclass(eq=False, slots=True)
 class Chunk:
     """One chunk of one table.
 
     ``ready`` and ``writing`` are bit sets of KV ranks. ``pins`` counts leases and running reads, ``writes`` slots being
-    filled and stores that still run, ``holds`` retention and operator pins. It is queued for eviction exactly while all
-    three are zero and some rank is ready.
+    filled and stores that still run, ``holds`` retention and operator pins; it may be evicted when all three are zero.
     """
 
-    __slots__ = (
-        "account",
-        "holds",
-        "key",
-        "pins",
-        "priority",
-        "ready",
-        "ready_bytes",
-        "slots",
-        "table",
-        "writes",
-        "writing",
-    )
+    key: bytes
+    table: Table
+    account: Account
+    slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    ready: int = 0
+    writing: int = 0
+    ready_bytes: int = 0
+    complete: bool = False
+    """All ranks of the space are ready."""
+    pins: int = 0
+    writes: int = 0
+    holds: int = 0
+    priority: Priority = Priority.LOW
+    """The highest of its uses."""
 
-    def __init__(self, key: bytes, table: Table, account: Account) -> None:
-        self.key = key
-        self.table = table
-        self.account = account
-        self.slots: dict[int, Slot] = {}
-        self.ready = 0
-        self.writing = 0
-        self.ready_bytes = 0
-        self.pins = 0
-        self.writes = 0
-        self.holds = 0
-        self.priority = Priority.NORMAL
+    @property
+    def in_use(self) -> bool:
+        return bool(self.pins or self.writes or self.holds)
 
 
+@dataclass(eq=False, slots=True)
 class Table:
     """Chunks of a space since its last Clear. ``live`` until the next one."""
 
-    __slots__ = ("chunks", "complete", "live", "pinned", "space", "used_bytes")
-
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.chunks: dict[bytes, Chunk] = {}
-        self.live = True
-        self.complete = 0
-        self.pinned = 0
-        self.used_bytes = 0
+    space: Space
+    chunks: dict[bytes, Chunk] = field(default_factory=dict[bytes, Chunk])
+    live: bool = True
+    complete: int = 0
+    pinned: int = 0
+    """Complete chunks that somebody pins."""
+    used_bytes: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class BaseFacts:
     """An identity that engines have named: its weights generation, and how long one rank's objects are."""
 
-    __slots__ = ("all_ranks", "base", "generation", "identity", "object_bytes")
-
-    def __init__(self, base: bytes, identity: SpaceIdentity) -> None:
-        self.base = base
-        self.identity = identity
-        self.generation = 0
-        self.all_ranks = (1 << identity.kv_world_size) - 1
-        self.object_bytes: dict[int, int] = {}
+    base: bytes
+    identity: SpaceIdentity
+    all_ranks: int
+    generation: int = 0
+    clears: int = 0
+    """Where new spaces begin to count: past those of spaces that were forgotten."""
+    object_bytes: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class Space:
     """One space: an identity, a LoRA adapter and a salt."""
-
-    __slots__ = ("account", "digest", "facts", "ref", "table")
 
     def __init__(self, ref: SpaceRef, facts: BaseFacts, account: Account) -> None:
         self.ref = ref
         self.facts = facts
         self.account = account
         self.digest = space_digest(ref)
+        self.clears = facts.clears
         self.table = Table(self)
+
+    @property
+    def version(self) -> int:
+        """Grows with each Clear and each new generation: part of the names of objects in lower tiers."""
+        return self.facts.generation + self.clears
 
 
 class Index:
@@ -117,11 +114,21 @@ class Index:
         facts = self.bases.get(base)
         if facts is None:
             if len(self.bases) >= self._ledger.limits.spaces:
-                raise Refusal(Reason.SPACE_LIMIT, "too many identities are in use on this server", resource="spaces")
-            facts = self.bases[base] = BaseFacts(base, identity)
+                self._forget_bases()
+            facts = self.bases[base] = BaseFacts(base, identity, (1 << identity.kv_world_size) - 1)
         return facts
 
+    def _forget_bases(self) -> None:
+        """Forgets identities that were only ever named in a Handshake. Refuses: SPACE_LIMIT."""
+        used = {space.facts.base for space in self.spaces.values()}
+        for base, facts in list(self.bases.items()):
+            if base not in used and not facts.object_bytes and not facts.generation:
+                del self.bases[base]
+        if len(self.bases) >= self._ledger.limits.spaces:
+            raise Refusal(Reason.SPACE_LIMIT, "too many identities are in use on this server", resource="spaces")
+
     def facts(self, base: bytes) -> BaseFacts:
+        """Refuses: SPACE_UNKNOWN."""
         facts = self.bases.get(base)
         if facts is None:
             text = "this server does not know the space_base; register, or send the identity in Handshake, again"
@@ -134,50 +141,43 @@ class Index:
         if space is None:
             facts = self.facts(ref.space_base)
             if len(self.spaces) >= self._ledger.limits.spaces:
-                self._drop_empty_spaces()
-            account = self.accounts.get(ref.cache_salt)
-            if account is None:
-                account = self.accounts[ref.cache_salt] = Account()
-            space = self.spaces[ref] = Space(ref, facts, account)
+                self._forget_spaces()
+            space = self.spaces[ref] = Space(ref, facts, self.account(ref.cache_salt))
         return space
 
-    def _drop_empty_spaces(self) -> None:
-        """Forgets every space without data; a running call that still names its table finds it dead."""
+    def account(self, cache_salt: str) -> Account:
+        """The tenant's, made now if need be."""
+        account = self.accounts.get(cache_salt)
+        if account is None:
+            account = self.accounts[cache_salt] = Account()
+        return account
+
+    def _forget_spaces(self) -> None:
+        """Forgets every space without data; a running call that names its table finds it dead. Refuses: SPACE_LIMIT."""
         for ref, space in list(self.spaces.items()):
             if not space.table.chunks:
                 space.table.live = False
+                space.facts.clears = max(space.facts.clears, space.clears)
                 del self.spaces[ref]
         if len(self.spaces) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many spaces hold data; clear some", resource="spaces")
-        in_use = {space.account for space in self.spaces.values()}
+        in_use = {id(space.account) for space in self.spaces.values()}
         for salt, account in list(self.accounts.items()):
-            if account not in in_use and not account.used_bytes and account.quota_bytes is None:
+            if id(account) not in in_use and not account.used_bytes and account.quota_bytes is None:
                 del self.accounts[salt]
 
-    def statuses(self) -> tuple[SpaceStatus, ...]:
-        return tuple(
-            SpaceStatus(
-                space_base=space.ref.space_base,
-                identity=space.facts.identity,
-                lora=space.ref.lora,
-                salt_fingerprint=fingerprint(space.ref.cache_salt) if space.ref.cache_salt else "",
-                generation=space.facts.generation,
-                chunks=space.table.complete,
-                bytes=space.table.used_bytes,
-                pinned_chunks=space.table.pinned,
-            )
-            for space in self.spaces.values()
-            if space.table.chunks
-        )
-
     # ---- use --------------------------------------------------------------------------------------------------------
+
+    def use(self, table: Table, keys: Sequence[bytes], priority: Priority) -> None:
+        """What is there of a prefix was used just now. ``keys`` begin with the prompt, as far as they are known."""
+        get = table.chunks.get
+        if table.live:
+            self.eviction.use([chunk for key in keys if (chunk := get(key)) is not None], priority)
 
     def pin(self, chunk: Chunk) -> None:
         """One more lease or read holds the chunk."""
         if not chunk.pins:
-            if not chunk.writes and not chunk.holds:
-                self.eviction.remove(chunk)
-            chunk.table.pinned += 1
+            chunk.table.pinned += chunk.complete
             self.pinned_bytes += chunk.ready_bytes
         chunk.pins += 1
 
@@ -185,57 +185,38 @@ class Index:
         """One less."""
         chunk.pins -= 1
         if not chunk.pins:
-            chunk.table.pinned -= 1
+            chunk.table.pinned -= chunk.complete
             self.pinned_bytes -= chunk.ready_bytes
             self._rest(chunk)
 
     def hold(self, chunk: Chunk) -> None:
         """One more retention or operator pin keeps the chunk."""
         if not chunk.holds:
-            if not chunk.writes and not chunk.pins:
-                self.eviction.remove(chunk)
             self.held_bytes += chunk.ready_bytes
         chunk.holds += 1
 
     def unhold(self, chunk: Chunk) -> None:
+        """One less."""
         chunk.holds -= 1
         if not chunk.holds:
             self.held_bytes -= chunk.ready_bytes
             self._rest(chunk)
 
-    def begin_write(self, chunk: Chunk) -> None:
-        """One more slot is being filled, or one more running store has a part in the chunk."""
-        if not chunk.writes and not chunk.pins and not chunk.holds:
-            self.eviction.remove(chunk)
-        chunk.writes += 1
-
     def end_write(self, chunk: Chunk) -> None:
+        """One slot less is being filled, or one running store less has a part in the chunk."""
         chunk.writes -= 1
-        if not chunk.writes:
-            self._rest(chunk)
-
-    def touch(self, chunk: Chunk, priority: Priority) -> None:
-        """The chunk was used just now, by a request of this priority."""
-        queued = not chunk.pins and not chunk.writes and not chunk.holds and chunk.ready
-        if queued:
-            self.eviction.remove(chunk)
-        chunk.priority = max(chunk.priority, priority)
-        if queued:
-            self.eviction.add(chunk)
-
-    def set_priority(self, chunk: Chunk, priority: Priority) -> None:
-        """For a chunk that is in use: raises it; a new one may also start LOW."""
-        chunk.priority = priority if not chunk.ready else max(chunk.priority, priority)
+        self._rest(chunk)
 
     def _rest(self, chunk: Chunk) -> None:
-        """A use ended: what nobody uses is evictable, or freed if its table is dead."""
+        """A use ended: what nobody uses may be evicted, or is freed if its table is dead."""
         if chunk.pins or chunk.writes:
             return
         if not chunk.table.live:
             self.free_ready(chunk)
-        elif chunk.ready and not chunk.holds:
-            self.eviction.add(chunk)
-        self._forget_if_empty(chunk)
+        elif not chunk.slots:
+            self._forget(chunk)
+        elif not chunk.holds:
+            self.eviction.rest(chunk)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +225,7 @@ class Index:
         chunk = table.chunks.get(key)
         if chunk is None:
             chunk = table.chunks[key] = Chunk(key, table, table.space.account)
-        self.begin_write(chunk)
+        chunk.writes += 1
         chunk.writing |= 1 << kv_rank
         chunk.slots[kv_rank] = slot
         table.used_bytes += slot.taken_bytes
@@ -257,6 +238,8 @@ class Index:
         if not may_commit(chunk, slot):
             self.abort_object(chunk, kv_rank)
             return False
+        if not chunk.ready:
+            self.eviction.use((chunk,), chunk.priority)
         chunk.writing &= ~(1 << kv_rank)
         self.slots.move(slot, SlotState.READY)
         chunk.ready |= 1 << kv_rank
@@ -266,82 +249,70 @@ class Index:
         if chunk.holds:
             self.held_bytes += slot.taken_bytes
         if chunk.ready == chunk.table.space.facts.all_ranks:
+            chunk.complete = True
             chunk.table.complete += 1
+            chunk.table.pinned += chunk.pins > 0
         self.end_write(chunk)
         return True
 
     def abort_object(self, chunk: Chunk, kv_rank: int) -> None:
         """The object will not be committed. Its memory is free, or settles while its copy is in flight."""
-        slot = chunk.slots.pop(kv_rank)
         chunk.writing &= ~(1 << kv_rank)
-        self._uncount(chunk, slot)
-        self.slots.abort(slot)
+        self.slots.abort(self._take_slot(chunk, kv_rank))
         self.end_write(chunk)
 
     def free_ready(self, chunk: Chunk) -> None:
-        """Frees every complete object of a chunk that nobody uses."""
-        if chunk.ready == chunk.table.space.facts.all_ranks:
-            chunk.table.complete -= 1
-        for kv_rank in [rank for rank in chunk.slots if chunk.ready >> rank & 1]:
-            slot = chunk.slots.pop(kv_rank)
-            self._uncount(chunk, slot)
-            self.slots.move(slot, SlotState.FREE)
+        """Frees every complete object of a chunk that nobody uses, and forgets the chunk."""
+        chunk.table.complete -= chunk.complete
+        for kv_rank in list(chunk.slots):
+            self.slots.move(self._take_slot(chunk, kv_rank), SlotState.FREE)
         if chunk.holds:
             self.held_bytes -= chunk.ready_bytes
-        chunk.ready = 0
-        chunk.ready_bytes = 0
+        chunk.ready = chunk.ready_bytes = 0
+        chunk.complete = False
+        self._forget(chunk)
 
-    def _uncount(self, chunk: Chunk, slot: Slot) -> None:
+    def _take_slot(self, chunk: Chunk, kv_rank: int) -> Slot:
+        slot = chunk.slots.pop(kv_rank)
         chunk.table.used_bytes -= slot.taken_bytes
         chunk.account.used_bytes -= slot.taken_bytes
+        return slot
 
-    def _forget_if_empty(self, chunk: Chunk) -> None:
-        if not chunk.slots and chunk.table.chunks.get(chunk.key) is chunk:
+    def _forget(self, chunk: Chunk) -> None:
+        self.eviction.drop(chunk)
+        if chunk.table.chunks.get(chunk.key) is chunk:
             del chunk.table.chunks[chunk.key]
 
     # ---- room -------------------------------------------------------------------------------------------------------
 
     def reserve(self, space: Space, size_bytes: int) -> Slot | str:
         """A WRITING slot, making room if need be; or why not: OBJECT_TOO_LARGE, QUOTA, NO_ROOM, SETTLING_LIMIT."""
-        slots = self.slots
+        slots, account, limits = self.slots, space.account, self._ledger.limits
         cost = slots.cost_bytes(size_bytes)
         if cost > slots.total_bytes:
             return "OBJECT_TOO_LARGE"
-        settling = slots.bytes_by_state[SlotState.SETTLING]
-        if settling > slots.total_bytes * self._ledger.limits.settling_share:
+        if slots.bytes_by_state[SlotState.SETTLING] > slots.total_bytes * limits.settling_share:
             return "SETTLING_LIMIT"
-        account = space.account
-        turns = self._ledger.limits.victims_per_turn
+        turns = limits.victims_per_turn
         if account.quota_bytes is not None:
             while account.used_bytes + cost > account.quota_bytes:
-                victim = self.eviction.victim(account)
-                if victim is None or not turns or cost > account.quota_bytes:
-                    return "QUOTA"
-                self.evict(victim)
                 turns -= 1
-        slot = slots.reserve(size_bytes)
-        while slot is None:
-            if not turns or not self._make_room():
-                return "NO_ROOM"
+                if turns < 0 or cost > account.quota_bytes or not self._evict(account):
+                    return "QUOTA"
+        while (slot := slots.reserve(size_bytes)) is None:
             turns -= 1
-            slot = slots.reserve(size_bytes)
+            if turns < 0 or not (self.reclaim(1) or self._evict()):
+                return "NO_ROOM"
         return slot
 
-    def _make_room(self) -> bool:
-        if self.reclaim(1):
-            return True
-        victim = self.eviction.victim()
+    def _evict(self, account: Account | None = None) -> bool:
+        """Frees one chunk, of one tenant or of any; False when nothing may go."""
+        victim = self.eviction.victim(account)
         if victim is None:
             return False
-        self.evict(victim)
-        return True
-
-    def evict(self, chunk: Chunk) -> None:
-        """Frees a queued chunk."""
         self._ledger.counters["evicted_chunks"] += 1
-        self.eviction.remove(chunk)
-        self.free_ready(chunk)
-        self._forget_if_empty(chunk)
+        self.free_ready(victim)
+        return True
 
     # ---- Clear ------------------------------------------------------------------------------------------------------
 
@@ -352,31 +323,28 @@ class Index:
         space.table = Table(space)
         if table.chunks:
             self.dead.append(table)
-        return Cleared(table.complete, table.pinned, space.facts.generation)
+        return Cleared(table.complete, table.pinned)
 
     def reclaim(self, most: int) -> int:
         """Frees or dooms up to ``most`` chunks of dead tables; how many were visited."""
         done = 0
         while self.dead and done < most:
-            table = self.dead[0]
-            if not table.chunks:
+            chunks = self.dead[0].chunks
+            if chunks:
+                done += 1
+                chunk = chunks.popitem()[1]
+                if chunk.pins or chunk.writes:
+                    self._doom(chunk)
+                else:
+                    self.free_ready(chunk)
+            if not chunks:
                 self.dead.popleft()
-                continue
-            chunk = table.chunks.popitem()[1]
-            done += 1
-            self.eviction.remove(chunk)
-            if chunk.pins or chunk.writes:
-                self._doom(chunk)
-            else:
-                self.free_ready(chunk)
-        while self.dead and not self.dead[0].chunks:
-            self.dead.popleft()
         return done
 
     def _doom(self, chunk: Chunk) -> None:
+        self.eviction.drop(chunk)
         for slot in chunk.slots.values():
-            if slot.state in (SlotState.READY, SlotState.WRITING):
-                self.slots.move(slot, SlotState.DOOMED)
+            self.slots.move(slot, SlotState.DOOMED)
         if chunk.pins:
             self.pinned_bytes -= chunk.ready_bytes
         if chunk.holds:

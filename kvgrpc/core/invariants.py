@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.index import Chunk, Table
+from kvgrpc.core.plans import Plan, RetrievePlan, StorePlan
+from kvgrpc.core.sessions import Client
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import SlotState
-from kvgrpc.core.types import Extent
+from kvgrpc.core.types import Extent, Priority
 
 
 def check(book: Bookkeeper) -> None:
@@ -39,31 +41,40 @@ def _chunks(book: Bookkeeper) -> Iterator[Chunk]:
         yield from job.lease.chunks
         if job.prefetch is not None:
             yield from job.prefetch.planned
-    for client in _clients(book):
-        for call in client.queue:
-            if call.plan is not None:
-                yield from call.plan.chunks()
+    for plan in _plans(book):
+        yield from _held(plan)
+        yield from _pinned(plan)
     yield from (read.chunk for read in book.prefetcher.reads.values())
 
 
-def _clients(book: Bookkeeper):  # noqa: ANN202 - a generator of Client, attached or ending
-    seen = {id(client): client for client in book.sessions.clients.values()}
-    seen |= {id(client): client for client in book.sessions.ending.values()}
-    assert all(id(call.client) in seen for call in book.calls.slices.values())
-    return seen.values()
+def _clients(book: Bookkeeper) -> list[Client]:
+    """Attached, in their grace, or ending."""
+    return [*book.sessions.clients.values(), *book.sessions.ending.values()]
+
+
+def _plans(book: Bookkeeper) -> Iterator[Plan]:
+    for client in _clients(book):
+        yield from (call.plan for call in client.queue if call.plan is not None)
+
+
+def _held(plan: Plan) -> list[Chunk]:
+    return plan.held if isinstance(plan, StorePlan) else []
+
+
+def _pinned(plan: Plan) -> list[Chunk]:
+    return plan.pinned or [] if isinstance(plan, RetrievePlan) else []
 
 
 def _in_flight(book: Bookkeeper) -> Iterator[Slot]:
-    for call in book.calls.slices.values():
-        if call.plan is not None:
-            yield from call.plan.slots_in_flight()
+    for plan in _plans(book):
+        yield from (flight.slot for flight in plan.flights)
     yield from (read.slot for read in book.prefetcher.reads.values())
 
 
 def _check_memory(book: Bookkeeper, slots: list[Slot]) -> None:
     """Extents are inside the arena, nobody shares a byte, states add up to the whole."""
     table = book.index.slots
-    sums = Counter({state: 0 for state in SlotState})
+    sums = Counter(dict.fromkeys(SlotState, 0))
     taken: list[Extent] = []
     for slot in slots:
         assert slot.state is not SlotState.FREE, "a free slot is still in use"
@@ -83,7 +94,6 @@ def _check_memory(book: Bookkeeper, slots: list[Slot]) -> None:
 
 
 def _check_chunks(book: Bookkeeper, chunks: list[Chunk]) -> None:
-    queued = {id(chunk) for queue in book.index.eviction.queues for chunk in queue}
     for chunk in chunks:
         assert chunk.pins >= 0 <= chunk.writes
         assert chunk.holds >= 0
@@ -94,9 +104,8 @@ def _check_chunks(book: Bookkeeper, chunks: list[Chunk]) -> None:
             assert slot.state in (*allowed, SlotState.DOOMED), slot.state
             assert slot.state is not SlotState.DOOMED or not chunk.table.live
         assert chunk.ready | chunk.writing == sum(1 << rank for rank in chunk.slots)
-        busy = chunk.pins or chunk.writes or chunk.holds
-        if chunk.table.live or not busy:
-            assert (id(chunk) in queued) == bool(not busy and chunk.ready), "queued exactly while evictable"
+        if chunk.table.live and chunk.ready:
+            _check_queued(book, chunk)
         if chunk.table.live and chunk.slots:
             assert chunk.table.chunks.get(chunk.key) is chunk
     for account in book.index.accounts.values():
@@ -106,6 +115,14 @@ def _check_chunks(book: Bookkeeper, chunks: list[Chunk]) -> None:
         usage[id(chunk.account)] += sum(slot.taken_bytes for slot in chunk.slots.values())
     for account in book.index.accounts.values():
         assert account.used_bytes == usage[id(account)], "a tenant's bytes add up"
+
+
+def _check_queued(book: Bookkeeper, chunk: Chunk) -> None:
+    """A chunk has one place in the order of its priority, and its tenant's if that has a quota."""
+    for queues in filter(None, (book.index.eviction.queues, chunk.account.queues)):
+        for priority, queue in zip(Priority, queues, strict=True):
+            places = (chunk in queue.order) + (chunk in queue.parked)
+            assert places == (priority is chunk.priority), "queued once, by its priority"
 
 
 def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
@@ -118,12 +135,10 @@ def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
         if job.prefetch is not None:
             for chunk in job.prefetch.planned:
                 pins[id(chunk)] += 1
-    for client in _clients(book):
-        for call in client.queue:
-            if call.plan is not None:
-                pins.update(id(chunk) for chunk in call.plan.pinned_chunks())
-                writes.update(id(chunk) for chunk in call.plan.held_chunks())
-    holds: Counter[int] = Counter(id(chunk) for hold in book.holds.holds() for chunk in hold.chunks)
+    for plan in _plans(book):
+        pins.update(map(id, _pinned(plan)))
+        writes.update(map(id, _held(plan)))
+    holds = Counter(id(chunk) for hold in book.holds.by_time for chunk in hold.chunks)
     for chunk in chunks:
         assert chunk.pins == pins[id(chunk)], "pins are those of leases, prefetches and running reads"
         assert chunk.writes == writes[id(chunk)] + chunk.writing.bit_count(), "writes are those of slots and stores"
@@ -143,7 +158,8 @@ def _check_tables(book: Bookkeeper) -> None:
         if table.live:
             all_ranks = table.space.facts.all_ranks
             assert table.complete == sum(chunk.ready == all_ranks for chunk in chunks)
-            assert table.pinned == sum(chunk.pins > 0 for chunk in chunks)
+            assert table.pinned == sum(chunk.pins > 0 and chunk.complete for chunk in chunks)
+            assert all(chunk.complete == (chunk.ready == all_ranks) for chunk in chunks)
             taken = sum(slot.taken_bytes for chunk in chunks for slot in chunk.slots.values())
             assert table.used_bytes == taken
 
@@ -164,7 +180,7 @@ def _check_jobs(book: Bookkeeper) -> None:
         assert engine.clients, "an engine goes with its last client"
         assert len(engine.jobs) <= limits.jobs_per_engine
         assert all(jobs.jobs.get(job_id) is job for job_id, job in engine.jobs.items())
-        assert set(engine.requests.values()) == set(engine.jobs.values())
+        assert {job for jobs in engine.requests.values() for job in jobs.values()} == set(engine.jobs.values())
     assert len(jobs.jobs) == sum(len(engine.jobs) for engine in book.sessions.engines.values())
 
 
@@ -176,6 +192,7 @@ def _check_calls(book: Bookkeeper) -> None:
         for call in client.queue:
             assert call.plan is not None
             assert call.results is None
+        assert client.gone == (book.sessions.clients.get(client.client_id) is not client)
         if client.running is not None:
             assert client.running in client.queue
             assert book.calls.slices[client.running.slice_id] is client.running

@@ -42,7 +42,7 @@ def space_digest(ref: SpaceRef) -> bytes:
 
 
 def chunk_keys(seed: bytes, data: bytes | bytearray | memoryview, chunk_tokens: int) -> list[bytes]:
-    """Keys of all full chunks of a prompt: sha256(previous key || token ids as u32le), the first previous is ``seed``."""
+    """Keys of all full chunks of a prompt: sha256(previous key || token ids as u32le), the first previous: ``seed``."""
     step = chunk_tokens * 4
     view = memoryview(data)
     sha256 = hashlib.sha256

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a lookup grants: pins on chunks, and for each chunk the set of readers that may still read it.
 
-A reader is one (kv_rank, tp_rank). An object of KV rank k is read by R = tp_size / kv_tp_size tensor-parallel ranks, from
-(k % kv_tp_size) * R on. The readers of a chunk are bits: position of the KV rank among the wanted ones, times R, plus the
-reader's place. A chunk is pinned once while any of its bits is left, so a lookup costs by chunks, not by ranks.
+A reader is one (kv_rank, tp_rank). An object of KV rank k is read by R = tp_size / kv_tp_size tensor-parallel ranks,
+from (k % kv_tp_size) * R on. The readers of a chunk are bits: position of the KV rank among the wanted ones, times R,
+plus the reader's place. A chunk is pinned once while any of its bits is left: a lookup costs by chunks, not by ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.eviction import touch_order
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.types import Reader
@@ -58,45 +57,36 @@ class Leases:
     def fits(self, chunks: list[Chunk]) -> bool:
         """Whether the pin budget has room for these chunks too."""
         budget = self._index.slots.total_bytes * self._ledger.limits.pin_share
-        more = sum(chunk.ready_bytes for chunk in chunks if not chunk.pins)
-        return self._index.pinned_bytes + more <= budget
+        return self._index.pinned_bytes + sum([c.ready_bytes for c in chunks if not c.pins]) <= budget
 
-    def grant(self, lease: Lease, chunks: list[Chunk], *, pinned: bool = False) -> None:
-        """Adds chunks to the lease, all readers. ``pinned``: the caller's own pin on each becomes the lease's."""
-        if not pinned:
-            pin = self._index.pin
-            for chunk in chunks:
-                pin(chunk)
+    def grant(self, lease: Lease, chunks: list[Chunk]) -> None:
+        """Adds chunks to the lease, all readers; the caller has pinned each once."""
         lease.chunks += chunks
         lease.remaining += [lease.full] * len(chunks)
         self.pins += len(chunks) * lease.full.bit_count()
 
     def release(self, lease: Lease, start: int, end: int, mask: int) -> int:
-        """Takes the readers ``mask`` off chunks [start, end), tails first; how many pins that released."""
+        """Takes the readers ``mask`` off chunks [start, end); how many pins that released."""
         released = 0
-        chunks, remaining = lease.chunks, lease.remaining
-        for at in range(min(end, len(chunks)) - 1, start - 1, -1):
+        chunks, remaining, unpin = lease.chunks, lease.remaining, self._index.unpin
+        for at in range(start, min(end, len(chunks))):
             bits = remaining[at]
-            left = bits & ~mask
-            if left != bits:
-                released += (bits ^ left).bit_count()
-                remaining[at] = left
-                if not left:
-                    self._index.unpin(chunks[at])
+            if bits & mask:
+                released += (bits & mask).bit_count()
+                remaining[at] = bits & ~mask
+                if not bits & ~mask:
+                    unpin(chunks[at])
         self.pins -= released
         return released
 
     def end(self, lease: Lease) -> int:
         """Releases whatever is left; how many pins that were."""
-        return self.release(lease, 0, len(lease.chunks), lease.full)
+        released = self.release(lease, 0, len(lease.chunks), lease.full)
+        lease.chunks.clear()
+        lease.remaining.clear()
+        return released
 
 
 def finish_read(leases: Leases, job: Job, chunk_at: int, bit: int) -> None:
     """A reader has its bytes of a chunk: under one lease it reads once, whatever it repeats."""
     leases.release(job.lease, chunk_at, chunk_at + 1, bit)
-
-
-def unpin_all(index: Index, chunks: list[Chunk]) -> None:
-    """Ends one pin on each chunk of a prefix."""
-    for chunk in touch_order(chunks):
-        index.unpin(chunk)

@@ -11,8 +11,6 @@ from kvgrpc.core.types import Action, CoreLimits
 class Ledger:
     """``outbox`` is what the hands have to do; ``counters`` only grow."""
 
-    __slots__ = ("_next_id", "counters", "limits", "outbox")
-
     def __init__(self, limits: CoreLimits) -> None:
         self.limits = limits
         self.outbox: list[Action] = []

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from kvgrpc.core import checks
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.eviction import touch_order
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Lease, Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.prefetch import LIMIT, Prefetcher
 from kvgrpc.core.sessions import Client
-from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, Policy, PrefetchStatus, Priority, SpaceRef
+from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, PrefetchStatus, SpaceRef
 
 NO_HIT = LookupAnswer(b"", PrefetchStatus(True))
+NO_HIT_FOR_LIMIT = LookupAnswer(b"", PrefetchStatus(True, limited_by=LIMIT))
 
 
 class Lookups:
@@ -33,20 +33,19 @@ class Lookups:
         """Chunks of the longest prefix that has all ranks of ``want``."""
         space = self._index.spaces.get(ref)
         found: list[Chunk] = []
-        if space is None:
-            return found
-        get = space.table.chunks.get
-        for key in keys:
-            chunk = get(key)
-            if chunk is None or chunk.ready & want != want:
-                break
-            found.append(chunk)
+        if space is not None:
+            get = space.table.chunks.get
+            for key in keys:
+                chunk = get(key)
+                if chunk is None or chunk.ready & want != want:
+                    break
+                found.append(chunk)
         return found
 
     def lookup(self, now: int, client: Client, command: LookupCommand) -> LookupAnswer:
         """Idempotent by (engine, request id, attempt)."""
-        engine = client.engine
-        earlier = engine.requests.get((command.request_id, command.attempt))
+        engine, keys = client.engine, command.content.keys
+        earlier = engine.requests.get(command.request_id, {}).get(command.attempt)
         if earlier is not None:
             return earlier.answer
         limits, counters = self._ledger.limits, self._ledger.counters
@@ -59,63 +58,49 @@ class Lookups:
         counters["lookups"] += 1
         counters["lookup_tokens"] += command.content.num_tokens
         want = sum(1 << rank for rank in ranks)
-        keys = command.content.keys
         found = self.resident(command.space, keys, want)
         prefetches = bool(self._prefetcher.tiers) and len(found) < len(keys)
         if not found and not prefetches:
             return NO_HIT
         self._jobs.admit(engine, len(keys) if prefetches else len(found))
+        space = self._index.space(command.space)
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
-        job = Job(command, engine, client.client_id, self._index.space(command.space), lease)
-        job.keys = list(keys if prefetches else keys[: len(found)])
+        kept = list(keys if prefetches else keys[: len(found)])
+        name = (command.job_id, command.request_id, command.attempt, command.tp_size)
+        job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
         if pinned:
+            for chunk in found:
+                self._index.pin(chunk)
             self._leases.grant(lease, found)
-        self._use(found, command.policy, pinned=pinned)
+        self._index.eviction.use(found, command.policy.priority)
         self._jobs.add(job, now)
-        hit_tokens = len(found) * limits.chunk_tokens
-        counters["hit_tokens"] += hit_tokens
+        counters["hit_tokens"] += len(found) * limits.chunk_tokens
         wait_ns = command.prefetch_wait_ns or limits.prefetch_wait_ns
         if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns):
             return job.answer
-        del job.keys[len(found) :]
+        limited_by = LIMIT if prefetches and not pinned else ""
         if not found:
             self._jobs.drop(job)
-            return NO_HIT
-        by_tier = {"l1": len(found)}
-        limited_by = LIMIT if prefetches and not pinned else ""
-        self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, by_tier, limited_by), now)
+            return NO_HIT_FOR_LIMIT if limited_by else NO_HIT
+        del job.keys[len(found) :]
+        hit_tokens = len(found) * limits.chunk_tokens
+        self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, {"l1": len(found)}, limited_by), now)
         return job.answer
 
-    def _use(self, found: list[Chunk], policy: Policy, *, pinned: bool) -> None:
-        """The found chunks were used; a pinned one is queued again when its pins go."""
-        if not pinned:
-            for chunk in touch_order(found):
-                self._index.touch(chunk, policy.priority)
-        elif policy.priority is not Priority.NORMAL:
-            for chunk in found:
-                self._index.touch(chunk, policy.priority)
-
     def free(self, now: int, job: Job, command: FreeCommand) -> int:
-        """Releases pins of one job; how many. Freeing all of a pending job ends its prefetch. Refuses: TP_SIZE_MISMATCH,
-        READER_UNKNOWN."""
+        """Releases pins of one job; how many. What reaches the end of a pending job, for all readers, ends its
+        prefetch. Refuses: TP_SIZE_MISMATCH, READER_UNKNOWN."""
+        lease, tokens, chunk_tokens = job.lease, command.range, self._ledger.limits.chunk_tokens
         if command.tp_size != job.tp_size:
             text = f"the lookup was made with tp_size {job.tp_size}, not {command.tp_size}"
             raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
-        lease = job.lease
-        mask = lease.full
-        if command.readers:
-            mask = 0
-            for reader in command.readers:
-                mask |= lease.bit(reader)
-        start, end = 0, len(lease.chunks)
-        if command.range is not None:
-            chunk_tokens = self._ledger.limits.chunk_tokens
-            start = -(-command.range.start // chunk_tokens)
-            end = command.range.end // chunk_tokens
-        elif not command.readers and job.prefetch is not None:
+        mask = 0 if command.readers else lease.full
+        for reader in command.readers:
+            mask |= lease.bit(reader)
+        start, end = (-(-tokens.start // chunk_tokens), tokens.end // chunk_tokens) if tokens else (0, len(job.keys))
+        if job.prefetch is not None and not command.readers and end >= len(job.keys):
             self._prefetcher.finish(job, now)
-            end = len(lease.chunks)
         released = self._leases.release(lease, start, end, mask)
         self._jobs.unpinned(job, now)
         return released

@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import ClassVar, NamedTuple
 
-from kvgrpc.core.calls import Results
-from kvgrpc.core.eviction import touch_order
+from kvgrpc.core import types as t
 from kvgrpc.core.holds import Holds
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.jobs import Job, Jobs
-from kvgrpc.core.leases import Leases, finish_read, unpin_all
+from kvgrpc.core.leases import Leases, finish_read
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot
-from kvgrpc.core.types import (
-    ChunkOutcome,
-    Direction,
-    Piece,
-    Registration,
-    RetrieveCommand,
-    SliceReport,
-    StoreCommand,
-    TokenRange,
-)
+from kvgrpc.core.types import ChunkOutcome as Outcome
 
 AFTER_FAILURE = "AFTER_FAILURE"
 
@@ -39,328 +34,276 @@ class Desk:
     holds: Holds
 
 
-class _Flight:
-    """A piece in flight: part of one chunk's object; ``last`` completes the chunk."""
+class Flight(NamedTuple):
+    """A piece in flight: bytes from ``offset`` on of chunk ``at``; ``last`` completes the chunk."""
 
-    __slots__ = ("chunk", "last", "slot")
+    at: int
+    chunk: Chunk
+    slot: Slot
+    offset: int
+    last: bool
 
-    def __init__(self, chunk: Chunk, slot: Slot, last: bool) -> None:
-        self.chunk = chunk
-        self.slot = slot
-        self.last = last
 
+class Plan(ABC):
+    """Cuts the chunks [first, end) of a call into slices and keeps what became of each."""
 
-class _BlockMap:
-    """Which of a call's block ids belong to which chunk."""
-
-    __slots__ = ("blocks", "chunk_tokens", "range", "sizes")
+    direction: ClassVar[t.Direction]
 
     def __init__(
-        self, registration: Registration, tokens: TokenRange, blocks: tuple[Sequence[int], ...], chunk: int
+        self,
+        desk: Desk,
+        registration: t.Registration,
+        command: t.StoreCommand | t.RetrieveCommand,
+        first: int,
+        end: int,
     ) -> None:
-        self.sizes = tuple(group.block_size for group in registration.geometry.groups)
-        self.range = tokens
-        self.blocks = blocks
-        self.chunk_tokens = chunk
+        self._desk = desk
+        self._range = command.range
+        self._kv_rank = registration.kv_rank
+        self._chunk_tokens = desk.ledger.limits.chunk_tokens
+        self._object_bytes = registration.geometry.object_bytes(self._chunk_tokens)
+        self._sizes = [group.block_size for group in registration.geometry.groups]
+        self._blocks = command.blocks
+        self._first = first
+        self._at: int = first
+        self._end = max(first, end)
+        self._outcomes: list[tuple[Outcome, str] | None] = [None] * (self._end - first)
+        self._open: tuple[Chunk, Slot] | None = None
+        self._offset = 0
+        """Bytes of the open chunk ``_at`` that were ordered in earlier slices."""
+        self.flights: list[Flight] = []
 
-    def piece(self, at: int, slot: Slot, span: tuple[int, int]) -> Piece:
-        """The part of chunk ``at`` that lies in the range, cut to ``span`` of its bytes."""
-        base = at * self.chunk_tokens
-        start = max(self.range.start, base)
-        end = min(self.range.end, base + self.chunk_tokens)
-        origin = self.range.start
-        return Piece(
-            chunk=at,
-            extents=slot.extents,
-            span=span,
-            first_block=tuple((start - base) // size for size in self.sizes),
-            block_ids=tuple(
-                ids[(start - origin) // size : (end - origin) // size]
-                for ids, size in zip(self.blocks, self.sizes, strict=True)
-            ),
-        )
+    @cached_property
+    def block_sets(self) -> tuple[frozenset[int], ...]:
+        """The blocks of the call, by KV group."""
+        tokens = self._range.end - self._range.start
+        return tuple(frozenset(ids[: tokens // size]) for ids, size in zip(self._blocks, self._sizes, strict=True))
 
-    def block_set(self) -> frozenset[tuple[int, int]]:
-        return frozenset((group, block) for group, ids in enumerate(self.blocks) for block in ids)
+    # ---- plan -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open_next(self) -> tuple[Chunk, Slot] | None:
+        """Moves ``_at`` to the next chunk that needs a copy; None when there is none."""
+
+    def next_slice(self) -> tuple[t.Piece, ...]:
+        """Pieces of the next slice; empty when nothing is left to copy."""
+        room, size = self._desk.ledger.limits.slice_bytes, self._object_bytes
+        pieces: list[t.Piece] = []
+        while room > 0:
+            if not self._offset:
+                if pieces and size > room:
+                    break
+                self._open = self._open_next()
+            if self._open is None:
+                break
+            chunk, slot = self._open
+            until = min(self._offset + room, size)
+            pieces.append(self._piece(slot, until))
+            self.flights.append(Flight(self._at, chunk, slot, self._offset, until == size))
+            room -= until - self._offset
+            self._offset = until
+            if until == size:
+                self._at, self._offset = self._at + 1, 0
+        return tuple(pieces)
+
+    def _piece(self, slot: Slot, until: int) -> t.Piece:
+        """The part of the open chunk that lies in the range, cut to bytes [``_offset``, ``until``)."""
+        base = self._at * self._chunk_tokens - self._range.start
+        start, end = max(base, 0), min(base + self._chunk_tokens, self._range.end - self._range.start)
+        first = [(start - base) // size for size in self._sizes]
+        ids = [ids[start // size : end // size] for ids, size in zip(self._blocks, self._sizes, strict=True)]
+        return t.Piece(self._at, slot.extents, (self._offset, until), tuple(first), tuple(ids))
+
+    # ---- report -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+        """Takes what was copied; False when the call ends here. ``discard``: the call was revoked."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """The call was revoked while a slice is in flight."""
+
+    def _set(self, at: int, outcome: Outcome, reason: str = "", count: int = 1) -> None:
+        for place in range(at - self._first, at - self._first + count):
+            self._outcomes[place] = (outcome, reason)
+
+    def stop(self, reason: str) -> None:
+        """What has no outcome yet will not be copied."""
+        self._outcomes = [known or (Outcome.FAILED, reason) for known in self._outcomes]
+        self._at, self._offset = self._end, 0
+
+    @abstractmethod
+    def finish(self, now: int) -> None:
+        """The call has ended: lets go of its chunks."""
+
+    def results(self) -> tuple[t.ChunkResult, ...]:
+        """All outcomes, run-length coded."""
+        results: list[t.ChunkResult] = []
+        at = self._first
+        for known, run in groupby(self._outcomes):
+            assert known is not None, "every chunk has an outcome"
+            results.append(t.ChunkResult(at, len(list(run)), *known))
+            at += results[-1].count
+        return tuple(results)
 
 
-class StorePlan:
+class StorePlan(Plan):
     """Copies the full chunks of a range into the arena.
 
     Slots are reserved slice by slice. Every chunk that the call stored or found stays in use until the call ends, so a
     store never evicts its own head to make room for its tail.
     """
 
-    direction = Direction.STORE
+    direction = t.Direction.STORE
 
-    def __init__(self, desk: Desk, registration: Registration, command: StoreCommand, space: Space) -> None:
-        self._desk = desk
-        self._command = command
+    def __init__(self, desk: Desk, registration: t.Registration, command: t.StoreCommand, space: Space) -> None:
+        chunk_tokens, content = desk.ledger.limits.chunk_tokens, command.content
+        end = min(command.range.end // chunk_tokens, content.first_chunk + len(content.keys))
+        super().__init__(desk, registration, command, -(-command.range.start // chunk_tokens), end)
+        self._keys = content.keys
+        self._first_key = content.first_chunk
+        self._policy = command.policy
         self._space = space
         self._table = space.table
-        self._kv_rank = registration.kv_rank
-        limits = desk.ledger.limits
-        self._object_bytes = registration.geometry.object_bytes(limits.chunk_tokens)
-        self._map = _BlockMap(registration, command.range, command.blocks, limits.chunk_tokens)
-        content = command.content
-        first = -(-command.range.start // limits.chunk_tokens)
-        end = min(command.range.end // limits.chunk_tokens, content.first_chunk + len(content.keys))
-        self._at = max(first, content.first_chunk)
-        self._end = max(end, self._at)
-        self._first = self._at
-        self.results = Results(self._at)
         self._refusal = ""
-        self._planned: list[_Flight | tuple[ChunkOutcome, str]] = []
-        self._flight: list[_Flight] = []
-        self._partial: tuple[Chunk, Slot, int] | None = None
-        self._held: list[Chunk] = []
+        self.held: list[Chunk] = []
 
-    def block_set(self) -> frozenset[tuple[int, int]]:
-        return self._map.block_set()
-
-    def chunks(self) -> list[Chunk]:
-        """Chunks that the call has a part in, for invariants."""
-        return self._held
-
-    def pinned_chunks(self) -> list[Chunk]:
-        return []
-
-    def held_chunks(self) -> list[Chunk]:
-        return self._held
-
-    def slots_in_flight(self) -> list[Slot]:
-        return [flight.slot for flight in self._flight]
-
-    # ---- plan -------------------------------------------------------------------------------------------------------
-
-    def next_slice(self) -> tuple[Piece, ...]:
-        """Pieces of the next slice, reserved; empty when nothing is left to copy."""
-        room = self._desk.ledger.limits.slice_bytes
-        pieces: list[Piece] = []
-        while room > 0 and (self._partial is not None or self._at < self._end):
-            if self._partial is None:
-                if pieces and self._object_bytes > room:
-                    break
-                self._partial = self._open_chunk()
-                if self._partial is None:
-                    self._at += 1
-                    continue
-            chunk, slot, offset = self._partial
-            until = min(offset + room, self._object_bytes)
-            slot.in_flight = True
-            last = until == self._object_bytes
-            flight = _Flight(chunk, slot, last)
-            self._flight.append(flight)
-            if last:
-                self._planned.append(flight)
-            pieces.append(self._map.piece(self._at, slot, (offset, until)))
-            room -= until - offset
-            self._partial = None if last else (chunk, slot, until)
-            self._at += last
-        if not pieces:
-            self._flush()
-        return tuple(pieces)
-
-    def _open_chunk(self) -> tuple[Chunk, Slot, int] | None:
-        """Reserves a slot for the chunk at hand; None when its outcome is known without a copy."""
-        content = self._command.content
-        key = content.keys[self._at - content.first_chunk]
-        outcome, reason = ChunkOutcome.REFUSED, self._refusal
-        if self._command.policy.no_store:
-            reason = "NO_STORE"
-        elif not self._table.live:
-            reason = "CLEARED"
-        else:
-            chunk = self._table.chunks.get(key)
-            bit = 1 << self._kv_rank
-            if chunk is not None and chunk.ready & bit:
-                outcome, reason = ChunkOutcome.RESIDENT, ""
-                self._keep(chunk)
-            elif chunk is not None and chunk.writing & bit:
-                outcome, reason = ChunkOutcome.BEING_WRITTEN, ""
-            elif not reason:
-                if chunk is not None:
-                    self._keep(chunk)  # or making room might evict what other ranks have of it
-                slot = self._desk.index.reserve(self._space, self._object_bytes)
-                if not isinstance(slot, str):
-                    fresh = chunk is None
-                    chunk = self._desk.index.begin_object(self._table, key, self._kv_rank, slot)
-                    self._desk.index.set_priority(chunk, self._command.policy.priority)
-                    if fresh:
-                        self._keep(chunk)
-                    return chunk, slot, 0
-                self._refusal = reason = slot
-        self._planned.append((outcome, reason))
+    def _open_next(self) -> tuple[Chunk, Slot] | None:
+        while self._at < self._end:
+            opened = self._reserve(self._keys[self._at - self._first_key])
+            if opened is not None:
+                return opened
+            self._at += 1
         return None
 
-    def _keep(self, chunk: Chunk) -> None:
-        self._desk.index.begin_write(chunk)
-        self._held.append(chunk)
+    def _reserve(self, key: bytes) -> tuple[Chunk, Slot] | None:
+        """A slot for the chunk at hand; None when it needs none or gets none, and its outcome is known."""
+        index = self._desk.index
+        if self._policy.no_store:
+            return self._set(self._at, Outcome.REFUSED, "NO_STORE")
+        if not self._table.live:
+            return self._set(self._at, Outcome.REFUSED, "CLEARED")
+        chunk = self._table.chunks.get(key)
+        if chunk is not None:
+            if chunk.writing >> self._kv_rank & 1:
+                return self._set(self._at, Outcome.BEING_WRITTEN)
+            self._hold(chunk)  # or making room might evict what other ranks have of it
+            if chunk.ready >> self._kv_rank & 1:
+                return self._set(self._at, Outcome.RESIDENT)
+        slot = self._refusal or index.reserve(self._space, self._object_bytes)
+        if isinstance(slot, str):
+            self._refusal = slot
+            return self._set(self._at, Outcome.REFUSED, slot)
+        fresh = chunk is None
+        chunk = index.begin_object(self._table, key, self._kv_rank, slot)
+        if fresh:
+            self._hold(chunk)
+        return chunk, slot
 
-    # ---- report -----------------------------------------------------------------------------------------------------
+    def _hold(self, chunk: Chunk) -> None:
+        chunk.writes += 1
+        self.held.append(chunk)
 
-    def slice_done(self, report: SliceReport, now: int, *, discard: bool) -> bool:
-        """Commits what was copied; False when the call ends here. ``discard``: nobody wants it any more."""
-        flights, self._flight = self._flight, []
+    def next_slice(self) -> tuple[t.Piece, ...]:
+        """As for every plan; the slots are reserved now."""
+        pieces = super().next_slice()
+        for flight in self.flights:
+            flight.slot.in_flight = True
+        return pieces
+
+    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+        """Commits what was copied."""
+        flights, self.flights = self.flights, []
         for flight in flights:
             self._desk.index.slots.settled(flight.slot)
         if discard:
             return False
-        failed = report.completed < len(flights)
-        outcome = ChunkOutcome.TORN if report.torn else ChunkOutcome.FAILED
-        broken = flights[report.completed].chunk if failed else None
-        done = {flight.chunk for flight in flights[: report.completed] if flight.last}
-        for item in self._planned:
-            if isinstance(item, tuple):
-                self.results.add(*item)
-            elif item.chunk in done:
-                stored = self._desk.index.commit_object(item.chunk, self._kv_rank)
-                if stored:
-                    self._desk.ledger.counters["stored_chunks"] += 1
-                    self.results.add(ChunkOutcome.STORED)
+        for flight in flights[: report.completed]:
+            if flight.last:
+                if self._desk.index.commit_object(flight.chunk, self._kv_rank):
+                    self._set(flight.at, Outcome.STORED)
                 else:
-                    self.results.add(ChunkOutcome.REFUSED, "CLEARED")
-            else:
-                self._abort(item.chunk, item.slot)
-                if item.chunk is broken:
-                    self.results.add(outcome, report.reason)
-                else:
-                    self.results.add(ChunkOutcome.FAILED, AFTER_FAILURE)
-        self._planned.clear()
-        if failed and self._partial is not None:
-            if self._partial[0] is broken:
-                self._drop_partial(outcome, report.reason)
-            else:
-                self._drop_partial(ChunkOutcome.FAILED, AFTER_FAILURE)
-        if failed:
-            self.stop(AFTER_FAILURE)
-        return not failed
-
-    def _drop_partial(self, outcome: ChunkOutcome, reason: str) -> None:
-        assert self._partial is not None
-        chunk, slot, _ = self._partial
-        self._partial = None
-        self._abort(chunk, slot)
-        self.results.add(outcome, reason)
-        self._at += 1
+                    self._set(flight.at, Outcome.REFUSED, "CLEARED")
+        if report.completed >= len(flights):
+            return True
+        self._set(flights[report.completed].at, Outcome.TORN if report.torn else Outcome.FAILED, report.reason)
+        for flight in flights[report.completed :]:
+            self._abort(flight.chunk, flight.slot)
+        self.stop(AFTER_FAILURE)
+        return False
 
     def _abort(self, chunk: Chunk, slot: Slot) -> None:
         if chunk.slots.get(self._kv_rank) is slot:
             self._desk.index.abort_object(chunk, self._kv_rank)
 
-    def _flush(self) -> None:
-        for item in self._planned:
-            assert isinstance(item, tuple)
-            self.results.add(*item)
-        self._planned.clear()
-
-    # ---- end --------------------------------------------------------------------------------------------------------
-
     def abandon(self) -> None:
-        """Nobody wants the slice in flight: what it fills settles."""
-        for flight in self._flight:
+        """What the slice in flight fills settles."""
+        for flight in self.flights:
             self._abort(flight.chunk, flight.slot)
 
     def stop(self, reason: str) -> None:
-        """Ends what has not been copied."""
-        for item in self._planned:
-            if isinstance(item, tuple):
-                self.results.add(*item)
-            else:
-                self._abort(item.chunk, item.slot)
-                self.results.add(ChunkOutcome.FAILED, reason)
-        self._planned.clear()
-        if self._partial is not None:
-            self._drop_partial(ChunkOutcome.FAILED, reason)
-        self.results.add(ChunkOutcome.FAILED, reason, self._end - self._at)
-        self._at = self._end
+        """As for every plan; a chunk that was filled in part is given up."""
+        if self._offset and self._open is not None:
+            self._abort(*self._open)
+        super().stop(reason)
 
     def finish(self, now: int) -> None:
-        """The call has ended: its chunks rest, tails first, then the prefix before them."""
-        index, policy = self._desk.index, self._command.policy
-        content = self._command.content
-        chunks = self._table.chunks
-        keys_before = content.keys[: self._first - content.first_chunk]
-        before = [chunk for key in keys_before if (chunk := chunks.get(key)) is not None]
-        if policy.retention_ns and self._table.live:
-            kept = [chunk for chunk in self._held if chunk.ready]
-            self._desk.holds.retain([*before, *kept], now + policy.retention_ns)
-        for chunk in touch_order(self._held):
-            index.touch(chunk, policy.priority)
+        """The prefix as far as it is there was used; the call's own chunks rest."""
+        index, table = self._desk.index, self._table
+        keys = self._keys[: self._end - self._first_key]
+        index.use(table, keys, self._policy.priority)
+        if self._policy.retention_ns and table.live:
+            self._retain(now, keys)
+        for chunk in self.held:
             index.end_write(chunk)
-        for chunk in touch_order(before):
-            index.touch(chunk, policy.priority)
-        self._held = []
+        self.held = []
+        for known, count in Counter(self._outcomes).items():
+            if known is not None and known[0] is Outcome.STORED:
+                self._desk.ledger.counters["stored_chunks"] += count
+            elif known is not None and known[0] is Outcome.REFUSED:
+                self._desk.ledger.counters[f"refused_{known[1].lower()}"] += count
+
+    def _retain(self, now: int, keys: Sequence[bytes]) -> None:
+        """Holds the complete chunks of the prefix; those that other ranks still fill, the last rank's store holds."""
+        here = sum(1 << rank for rank in self._space.facts.object_bytes)
+        chunks: list[Chunk] = []
+        for key in keys:
+            chunk = self._table.chunks.get(key)
+            if chunk is None or chunk.ready & here != here:
+                break
+            chunks.append(chunk)
+        self._desk.holds.retain(chunks, now + self._policy.retention_ns)
 
 
-class RetrievePlan:
+class RetrievePlan(Plan):
     """Copies a range of a job's prefix into the engine's blocks, in prefix order, up to the first chunk that fails."""
 
-    direction = Direction.RETRIEVE
+    direction = t.Direction.RETRIEVE
 
-    def __init__(self, desk: Desk, registration: Registration, command: RetrieveCommand, job: Job, bit: int) -> None:
-        self._desk = desk
+    def __init__(
+        self, desk: Desk, registration: t.Registration, command: t.RetrieveCommand, job: Job, bit: int
+    ) -> None:
+        chunk_tokens, tokens = desk.ledger.limits.chunk_tokens, command.range
+        end = -(-tokens.end // chunk_tokens) if tokens.end > tokens.start else 0
+        super().__init__(desk, registration, command, tokens.start // chunk_tokens, end)
         self._job = job
+        self._keys = job.keys
         self._bit = bit
-        self._kv_rank = registration.kv_rank
-        limits = desk.ledger.limits
-        self._object_bytes = registration.geometry.object_bytes(limits.chunk_tokens)
-        self._map = _BlockMap(registration, command.range, command.blocks, limits.chunk_tokens)
-        self._at: int = command.range.start // limits.chunk_tokens
-        self._end: int = max(-(-command.range.end // limits.chunk_tokens), self._at)
-        self.results = Results(self._at)
-        self._first = self._at
-        self._pinned: list[Chunk] | None = None
-        self._flight: list[_Flight] = []
-        self._offset = 0
-        self._partly = False
-        """Earlier spans of the chunk at hand are in the blocks already."""
+        self.pinned: list[Chunk] | None = None
 
-    def block_set(self) -> frozenset[tuple[int, int]]:
-        return self._map.block_set()
-
-    def chunks(self) -> list[Chunk]:
-        """Chunks that the call has a part in, for invariants."""
-        return self._pinned or []
-
-    def pinned_chunks(self) -> list[Chunk]:
-        return self._pinned or []
-
-    def held_chunks(self) -> list[Chunk]:
-        return []
-
-    def slots_in_flight(self) -> list[Slot]:
-        return [flight.slot for flight in self._flight]
-
-    # ---- plan -------------------------------------------------------------------------------------------------------
-
-    def next_slice(self) -> tuple[Piece, ...]:
-        """Pieces of the next slice; empty when nothing is left to copy."""
-        if self._pinned is None:
-            self._pinned = self._pin_resident()
-        room = self._desk.ledger.limits.slice_bytes
-        last_chunk = self._first + len(self._pinned)
-        pieces: list[Piece] = []
-        while room > 0 and self._at < last_chunk:
-            if pieces and not self._offset and self._object_bytes > room:
-                break
-            chunk = self._pinned[self._at - self._first]
-            slot = chunk.slots[self._kv_rank]
-            until = min(self._offset + room, self._object_bytes)
-            last = until == self._object_bytes
-            self._flight.append(_Flight(chunk, slot, last))
-            pieces.append(self._map.piece(self._at, slot, (self._offset, until)))
-            room -= until - self._offset
-            self._offset = 0 if last else until
-            self._at += last
-        if not pieces and self._at < self._end:
-            self._miss()
-        return tuple(pieces)
+    def _open_next(self) -> tuple[Chunk, Slot] | None:
+        if self.pinned is None:
+            self.pinned = self._pin_resident()
+        place = self._at - self._first
+        if place < len(self.pinned):
+            return self.pinned[place], self.pinned[place].slots[self._kv_rank]
+        return None
 
     def _pin_resident(self) -> list[Chunk]:
         """Pins the prefix of the range that is there now."""
         pinned: list[Chunk] = []
-        for at in range(self._first, min(self._end, len(self._job.keys))):
+        for at in range(self._first, min(self._end, len(self._keys))):
             chunk = self._find(at)
             if chunk is None:
                 break
@@ -369,62 +312,62 @@ class RetrievePlan:
         return pinned
 
     def _find(self, at: int) -> Chunk | None:
-        lease = self._job.lease
+        lease, table = self._job.lease, self._job.table
         if at < len(lease.remaining) and lease.remaining[at]:
-            return lease.chunks[at]
-        table = self._job.table
-        chunk = table.chunks.get(self._job.keys[at]) if table.live else None
-        return chunk if chunk is not None and chunk.ready >> self._kv_rank & 1 else None
+            chunk = lease.chunks[at]
+        else:
+            chunk = table.chunks.get(self._keys[at]) if table.live else None
+        if chunk is None or not chunk.ready >> self._kv_rank & 1:
+            return None
+        # after a Clear another geometry may have been registered for the space
+        return chunk if chunk.slots[self._kv_rank].size_bytes == self._object_bytes else None
 
-    def _miss(self) -> None:
-        """The chunk at hand is not there: it is missing, and so is all past the hit; between them nothing was tried."""
-        hit = min(max(len(self._job.keys), self._at), self._end)
-        if self._at < hit:
-            self.results.add(ChunkOutcome.MISSING)
-            self.results.add(ChunkOutcome.FAILED, AFTER_FAILURE, hit - self._at - 1)
-            self._desk.ledger.counters["failed_chunks"] += hit - self._at
-        self.results.add(ChunkOutcome.MISSING, "", self._end - hit)
-        self._at = self._end
+    def next_slice(self) -> tuple[t.Piece, ...]:
+        """As for every plan. What is not there is missing, and all past the hit; between them nothing is tried."""
+        pieces = super().next_slice()
+        if not pieces:
+            hit = min(max(len(self._keys), self._at), self._end)
+            if self._at < hit:
+                self._set(self._at, Outcome.MISSING)
+                self._set(self._at + 1, Outcome.FAILED, AFTER_FAILURE, hit - self._at - 1)
+            self._set(hit, Outcome.MISSING, "", self._end - hit)
+            self._at = self._end
+        return pieces
 
-    # ---- report -----------------------------------------------------------------------------------------------------
-
-    def slice_done(self, report: SliceReport, now: int, *, discard: bool) -> bool:
-        """Takes loaded chunks off the reader; False when the call ends here."""
-        flights, self._flight = self._flight, []
-        counters = self._desk.ledger.counters
+    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+        """Takes loaded chunks off the reader."""
+        flights, self.flights = self.flights, []
         for flight in flights[: report.completed]:
-            self._partly = not flight.last
             if flight.last:
-                finish_read(self._desk.leases, self._job, self.results.next_chunk, self._bit)
-                self.results.add(ChunkOutcome.LOADED)
-                counters["loaded_chunks"] += 1
-        if report.completed < len(flights):
-            torn = report.torn or self._partly
-            self._at = self.results.next_chunk
-            self._offset = 0
-            counters["failed_chunks"] += 1
-            self.results.add(ChunkOutcome.TORN if torn else ChunkOutcome.FAILED, report.reason)
-            self._at += 1
-            self.stop(AFTER_FAILURE)
-            return False
-        return True
+                finish_read(self._desk.leases, self._job, flight.at, self._bit)
+                self._set(flight.at, Outcome.LOADED)
+        if report.completed >= len(flights):
+            return True
+        broken = flights[report.completed]
+        torn = report.torn or broken.offset > 0
+        self._set(broken.at, Outcome.TORN if torn else Outcome.FAILED, report.reason)
+        self._offset = 0
+        self.stop(AFTER_FAILURE)
+        return False
 
     def abandon(self) -> None:
         """The pins of the slice in flight stay until it is reported."""
 
     def stop(self, reason: str) -> None:
-        """Ends what has not been copied; a chunk of which a part was loaded is torn."""
+        """As for every plan; a chunk of which a part was loaded is torn."""
         if self._offset:
-            self.results.add(ChunkOutcome.TORN, reason)
-            self._offset = 0
-            self._at += 1
-        self._desk.ledger.counters["failed_chunks"] += self._end - self._at
-        self.results.add(ChunkOutcome.FAILED, reason, self._end - self._at)
-        self._at = self._end
+            self._set(self._at, Outcome.TORN, reason)
+        super().stop(reason)
 
     def finish(self, now: int) -> None:
-        """The call has ended: its pins go, tails first."""
-        if self._pinned:
-            unpin_all(self._desk.index, self._pinned)
-        self._pinned = None
+        """The prefix up to the range's end was used; the call's pins go."""
+        index = self._desk.index
+        index.use(self._job.table, self._keys[: self._end], self._job.priority)
+        for chunk in self.pinned or ():
+            index.unpin(chunk)
+        self.pinned = None
         self._desk.jobs.unpinned(self._job, now)
+        counters = self._desk.ledger.counters
+        loaded = sum(known == (Outcome.LOADED, "") for known in self._outcomes)
+        counters["loaded_chunks"] += loaded
+        counters["failed_chunks"] += max(min(self._end, len(self._keys)) - self._first - loaded, 0)

@@ -9,6 +9,7 @@ neighbours. Bytes are accounted by state as allocated, so that the states always
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 from kvgrpc.core.states import TRANSITIONS, SlotState
 from kvgrpc.core.types import Extent
@@ -16,54 +17,50 @@ from kvgrpc.core.types import Extent
 SLAB_ALIGN_BYTES = 64
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
-    """Memory for one object. ``extents`` add up to at least ``size_bytes``; ``taken_bytes`` is what it costs the arena."""
+    """Memory for one object; its extents add up to ``taken_bytes``, which is at least the object's ``size_bytes``."""
 
-    __slots__ = ("extents", "in_flight", "pages", "size_bytes", "slab", "state", "taken_bytes")
-
-    def __init__(self, size_bytes: int, taken_bytes: int, extents: tuple[Extent, ...]) -> None:
-        self.size_bytes = size_bytes
-        self.taken_bytes = taken_bytes
-        self.extents = extents
-        self.state = SlotState.FREE
-        self.in_flight = False
-        """A copy that fills this slot was launched and has not been reported."""
-        self.pages: list[Extent] = []
-        self.slab: _Slab | None = None
+    size_bytes: int
+    taken_bytes: int
+    extents: tuple[Extent, ...]
+    slab: _Slab | None = None
+    state: SlotState = SlotState.FREE
+    in_flight: bool = False
+    """A copy that fills this slot was launched and has not been reported."""
 
 
 class _Slab:
     """One page cut into equal places."""
 
-    __slots__ = ("free", "page", "size_bytes", "used")
+    __slots__ = ("free", "page", "places", "size_bytes")
 
     def __init__(self, page: int, page_bytes: int, size_bytes: int) -> None:
         self.page = page
         self.size_bytes = size_bytes
-        self.free = [page * page_bytes + at * size_bytes for at in range(page_bytes // size_bytes)]
-        self.used = 0
+        self.places = page_bytes // size_bytes
+        self.free = [page * page_bytes + at * size_bytes for at in range(self.places)]
 
 
 class _Pages:
     """Runs of free pages: (first page, count)."""
 
     def __init__(self, count: int) -> None:
-        self.free = count
+        self.free = 0
         self._length_of: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
         if count:
-            self._add(0, count)
+            self.give(0, count)
 
     def _add(self, start: int, length: int) -> None:
         self._length_of[start] = length
         self._start_of_end[start + length] = start
-        starts = self._starts.get(length)
-        if starts is None:
-            starts = self._starts[length] = {}
+        if length not in self._starts:
+            self._starts[length] = {}
             insort(self._lengths, length)
-        starts[start] = None
+        self._starts[length][start] = None
 
     def _remove(self, start: int) -> int:
         length = self._length_of.pop(start)
@@ -81,22 +78,16 @@ class _Pages:
         if count > self.free:
             return None
         self.free -= count
-        at = bisect_left(self._lengths, count)
-        if at < len(self._lengths):
-            return [self._cut(next(iter(self._starts[self._lengths[at]])), count)]
         out: list[Extent] = []
         while count:
-            start = next(iter(self._starts[self._lengths[-1]]))
-            run = self._cut(start, min(count, self._lengths[-1]))
-            out.append(run)
-            count -= run[1]
+            at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
+            start = next(iter(self._starts[self._lengths[at]]))
+            length = self._remove(start)
+            if length > count:
+                self._add(start + count, length - count)
+            out.append((start, min(length, count)))
+            count -= out[-1][1]
         return out
-
-    def _cut(self, start: int, count: int) -> Extent:
-        length = self._remove(start)
-        if length > count:
-            self._add(start + count, length - count)
-        return (start, count)
 
     def give(self, start: int, count: int) -> None:
         """Takes a run back and merges it with its neighbours."""
@@ -110,7 +101,7 @@ class _Pages:
         self._add(start, count)
 
     def runs(self) -> list[Extent]:
-        """All free runs, for invariants."""
+        """All free runs, in order."""
         return sorted(self._length_of.items())
 
 
@@ -125,6 +116,7 @@ class Slots:
         """PINNED stays 0 here: its bytes are a part of READY, counted by the index."""
         self.bytes_by_state[SlotState.FREE] = self.total_bytes
         self._slabs: dict[int, dict[_Slab, None]] = {}
+        """Slabs with a free place, by the size of their places."""
 
     def cost_bytes(self, size_bytes: int) -> int:
         """What an object of this size takes."""
@@ -133,37 +125,31 @@ class Slots:
 
     def reserve(self, size_bytes: int) -> Slot | None:
         """A WRITING slot, or None when there is no room: evict something and try again."""
-        cost = self.cost_bytes(size_bytes)
-        slot = self._from_slab(size_bytes, cost) if cost * 2 <= self.page_bytes else self._from_pages(size_bytes, cost)
+        cost, size = self.cost_bytes(size_bytes), self.page_bytes
+        if cost * 2 <= size:
+            slot = self._from_slab(size_bytes, cost)
+        else:
+            pages = self.pages.take(cost // size)
+            extents = None if pages is None else tuple((start * size, count * size) for start, count in pages)
+            slot = None if extents is None else Slot(size_bytes, cost, extents)
         if slot is not None:
             self.move(slot, SlotState.WRITING)
         return slot
 
-    def _from_slab(self, size_bytes: int, rounded: int) -> Slot | None:
-        slabs = self._slabs.setdefault(rounded, {})
+    def _from_slab(self, size_bytes: int, cost: int) -> Slot | None:
+        slabs = self._slabs.get(cost)
         if slabs:
             slab = next(iter(slabs))
         else:
             pages = self.pages.take(1)
             if pages is None:
                 return None
-            slab = _Slab(pages[0][0], self.page_bytes, rounded)
-            slabs[slab] = None
-        slot = Slot(size_bytes, rounded, ((slab.free.pop(), rounded),))
-        slot.slab = slab
-        slab.used += 1
+            slab = _Slab(pages[0][0], self.page_bytes, cost)
+            slabs = self._slabs[cost] = {slab: None}
+        offset = slab.free.pop()
         if not slab.free:
             del slabs[slab]
-        return slot
-
-    def _from_pages(self, size_bytes: int, cost: int) -> Slot | None:
-        size = self.page_bytes
-        pages = self.pages.take(cost // size)
-        if pages is None:
-            return None
-        slot = Slot(size_bytes, cost, tuple((start * size, length * size) for start, length in pages))
-        slot.pages = pages
-        return slot
+        return Slot(size_bytes, cost, ((offset, cost),), slab)
 
     def move(self, slot: Slot, state: SlotState) -> None:
         """Changes a slot's state along the table."""
@@ -174,15 +160,10 @@ class Slots:
         if state is SlotState.FREE:
             self._give_back(slot)
 
-    def abort(self, slot: Slot) -> bool:
-        """Ends the writing of a slot that will not be committed; True when its memory is free now. While a copy is in
-        flight it settles; ``settled`` ends that."""
-        if slot.in_flight:
-            if slot.state is not SlotState.SETTLING:
-                self.move(slot, SlotState.SETTLING)
-            return False
-        self.move(slot, SlotState.FREE)
-        return True
+    def abort(self, slot: Slot) -> None:
+        """Ends the writing of a slot that will not be committed: its memory is free now, or settles while a copy is in
+        flight; ``settled`` ends that."""
+        self.move(slot, SlotState.SETTLING if slot.in_flight else SlotState.FREE)
 
     def settled(self, slot: Slot) -> None:
         """The copy that filled this slot has been reported."""
@@ -193,16 +174,13 @@ class Slots:
     def _give_back(self, slot: Slot) -> None:
         slab = slot.slab
         if slab is None:
-            for start, length in slot.pages:
-                self.pages.give(start, length)
+            for start, length in slot.extents:
+                self.pages.give(start // self.page_bytes, length // self.page_bytes)
             return
         slab.free.append(slot.extents[0][0])
-        slab.used -= 1
         slabs = self._slabs.setdefault(slab.size_bytes, {})
-        if slab.used:
+        if len(slab.free) < slab.places:
             slabs[slab] = None
-            return
-        slabs.pop(slab, None)
-        if not slabs:
-            del self._slabs[slab.size_bytes]
-        self.pages.give(slab.page, 1)
+        else:
+            slabs.pop(slab, None)
+            self.pages.give(slab.page, 1)

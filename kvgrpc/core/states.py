@@ -5,8 +5,8 @@ Theory of operation. A slot is memory in the arena that one object may use. What
 touching it, and only evidence ends that: a copy that was launched goes on whatever a clock, a cancel or a Clear says.
 
     FREE      nobody's. A store or prefetch reserves it.
-    WRITING   one call or tier read fills it; nobody else may read it. Commit makes it READY; an abort makes it FREE when no
-              copy is in flight, else SETTLING.
+    WRITING   one call or tier read fills it; nobody else may read it. Commit makes it READY; an abort makes it FREE, or
+              SETTLING while a copy is in flight.
     READY     complete and found by lookups of its table. Eviction frees it.
     PINNED    READY, and leases or running reads hold its chunk. Nothing frees it before the last of them lets go.
     DOOMED    its table was cleared while it was PINNED or WRITING. Never found again, never committed; the last release

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-# ---- identity -------------------------------------------------------------------------------------------------------
+from kvgrpc.core.actions import *  # noqa: F403 - the words of the outbox belong to those of requests and answers
+from kvgrpc.core.limits import *  # noqa: F403 - and so do those of settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,6 @@ class Geometry:
     def block_size(self) -> int:
         """Alignment of token ranges: the largest block size of the groups."""
         return max(g.block_size for g in self.groups)
-
-
-Extent = tuple[int, int]
-"""(offset, length) in the arena, in bytes."""
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
@@ -207,29 +204,6 @@ class FreeCommand:
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
-
-
-class ChunkOutcome(Enum):
-    """What became of a chunk. The values are the protocol's names without their prefix."""
-
-    STORED = "STORED"
-    RESIDENT = "RESIDENT"
-    BEING_WRITTEN = "BEING_WRITTEN"
-    REFUSED = "REFUSED"
-    LOADED = "LOADED"
-    MISSING = "MISSING"
-    FAILED = "FAILED"
-    TORN = "TORN"
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """The outcome of ``count`` consecutive chunks from ``first_chunk`` on."""
-
-    first_chunk: int
-    count: int
-    outcome: ChunkOutcome
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,161 +319,3 @@ class SpaceStatus:
     chunks: int
     bytes: int
     pinned_chunks: int
-
-
-# ---- work for the hands (the outbox) --------------------------------------------------------------------------------
-
-
-class Direction(Enum):
-    """Of a copy."""
-
-    STORE = "store"
-    RETRIEVE = "retrieve"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
-
-    ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i``
-    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger
-    than a slice.
-    """
-
-    chunk: int
-    extents: tuple[Extent, ...]
-    span: tuple[int, int]
-    first_block: tuple[int, ...]
-    block_ids: tuple[Sequence[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RunSlice:
-    """Copy these pieces, in order, stop at the first failure, then report ``slice_done(slice_id, …)``."""
-
-    slice_id: int
-    client_id: str
-    mapping_id: int
-    call_id: int
-    direction: Direction
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SliceReport:
-    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and
-    whether the failing piece had begun (``torn``)."""
-
-    completed: int
-    reason: str = ""
-    torn: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """A store or retrieve has its results; wake whoever waits for it."""
-
-    client_id: str
-    call_id: int
-    results: tuple[ChunkResult, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectName:
-    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length."""
-
-    name: str
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeTiers:
-    """Ask the tiers, in order, who has these objects; report ``probe_done(probe_id, tier or "" for each)``."""
-
-    probe_id: int
-    objects: tuple[ObjectName, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTier:
-    """Read one object from a tier into ``extents``; report ``read_done(read_id, ok)``."""
-
-    read_id: int
-    tier: str
-    object: ObjectName
-    extents: tuple[Extent, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRead:
-    """Nobody wants this read any more; it still has to be reported when it has ended."""
-
-    read_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    """A pending lookup is final (or gone); wake whoever waits for it."""
-
-    job_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Unmap:
-    """No copy touches this mapping any more: unmap it."""
-
-    client_id: str
-    mapping_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """A client is gone for good: its stream may close, its thread binding may go."""
-
-    client_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineDraining:
-    """Tell this client that its engine is being taken out."""
-
-    client_id: str
-
-
-Action = RunSlice | CallEnded | ProbeTiers | ReadTier | CancelRead | JobDone | Unmap | SessionEnded | EngineDraining
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-MS = 1_000_000
-S = 1_000_000_000
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class CoreLimits:
-    """Everything that is bounded. Defaults are the design's; sizes of shares are fractions of the arena."""
-
-    chunk_tokens: int = 256
-    page_bytes: int = 256 << 10
-    slice_bytes: int = 64 * MIB
-    lease_ns: int = 60 * S
-    record_ns: int = 600 * S
-    read_record_ns: int = 5 * S
-    """How long a job's record outlives its last reader."""
-    records_bytes: int = 64 * MIB
-    pin_share: float = 0.5
-    hold_share: float = 0.25
-    settling_share: float = 0.05
-    prefetch_share: float = 0.25
-    prefetch_wait_ns: int = 2 * S
-    jobs_per_engine: int = 4096
-    keys_per_call: int = 16384
-    victims_per_turn: int = 1024
-    clients: int = 256
-    calls_per_client: int = 4096
-    call_record_ns: int = 600 * S
-    reattach_grace_ns: int = 500 * MS
-    spaces: int = 65536
-    pins: int = 4096
-    """Operator pins (AdminService.Pin) at a time."""

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work for the hands: what the bookkeeper puts into its outbox, and the report of a slice that comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+Extent = tuple[int, int]
+"""(offset, length) in the arena, in bytes."""
+
+
+class ChunkOutcome(Enum):
+    """What became of a chunk. The values are the protocol's names without their prefix."""
+
+    STORED = "STORED"
+    RESIDENT = "RESIDENT"
+    BEING_WRITTEN = "BEING_WRITTEN"
+    REFUSED = "REFUSED"
+    LOADED = "LOADED"
+    MISSING = "MISSING"
+    FAILED = "FAILED"
+    TORN = "TORN"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """The outcome of ``count`` consecutive chunks from ``first_chunk`` on."""
+
+    first_chunk: int
+    count: int
+    outcome: ChunkOutcome
+    reason: str = ""
+
+
+class Direction(Enum):
+    """Of a copy."""
+
+    STORE = "store"
+    RETRIEVE = "retrieve"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
+
+    ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i``
+    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger
+    than a slice.
+    """
+
+    chunk: int
+    extents: tuple[Extent, ...]
+    span: tuple[int, int]
+    first_block: tuple[int, ...]
+    block_ids: tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSlice:
+    """Copy these pieces, in order, stop at the first failure, then report ``slice_done(slice_id, …)``."""
+
+    slice_id: int
+    client_id: str
+    mapping_id: int
+    call_id: int
+    direction: Direction
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceReport:
+    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and
+    whether the failing piece had begun (``torn``)."""
+
+    completed: int
+    reason: str = ""
+    torn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A store or retrieve has its results; wake whoever waits for it."""
+
+    client_id: str
+    call_id: int
+    results: tuple[ChunkResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTiers:
+    """Ask the tiers, in order, who has these objects; report ``probe_done(probe_id, tier or "" for each)``."""
+
+    probe_id: int
+    objects: tuple[ObjectName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTier:
+    """Read one object from a tier into ``extents``; report ``read_done(read_id, ok)``."""
+
+    read_id: int
+    tier: str
+    object: ObjectName
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRead:
+    """Nobody wants this read any more; it still has to be reported when it has ended."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A pending lookup is final (or gone); wake whoever waits for it."""
+
+    job_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """No copy touches this mapping any more: unmap it."""
+
+    client_id: str
+    mapping_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """A client is gone for good: its stream may close, its thread binding may go."""
+
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDraining:
+    """Tell this client that its engine is being taken out."""
+
+    client_id: str
+
+
+Action = RunSlice | CallEnded | ProbeTiers | ReadTier | CancelRead | JobDone | Unmap | SessionEnded | EngineDraining
