@@ -134,7 +134,10 @@ class Copies:
         life = attachment.life
         try:
             results = await self._send(copy, attachment.space_base)
-        except ValueError as error:  # cannot be encoded, so it was never sent: the caller's mistake, told to the caller
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # cannot be encoded, so it was never sent: the caller's mistake, told to the caller
             copy.future.set_exception(error)
             return
         except Refusal as refusal:

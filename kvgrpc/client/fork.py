@@ -29,7 +29,7 @@ class ForkedProcessError(RuntimeError):
 
 
 if "grpc._cython.cygrpc" not in sys.modules:
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _used_by_pid = 0
 """The process that first used a client; inherited by forked children, which is how they know."""

@@ -191,7 +191,7 @@ class Lookups:
                 result = LookupResult(reason=Reason.DEADLINE.value)
             else:
                 result = await self._ask(query)
-        except ValueError as error:  # the content cannot be sent: the caller's mistake, told to the caller
+        except (TypeError, ValueError) as error:  # the content cannot be sent: the caller's mistake, told to the caller
             self._report(query.permit, None)
             query.future.set_exception(error)
         finally:

@@ -43,7 +43,7 @@ class WorkerClient:
     Fence, and the future stays unfinished until the server has answered that, or is seen to be dead.
 
     No method raises for anything that the server or the network does. ForkedProcessError, RuntimeError (closed) and, as
-    a future's exception, ValueError (a call that cannot be encoded) say that the program is wrong.
+    a future's exception, TypeError or ValueError (cannot be encoded) say that the program is wrong.
     """
 
     def __init__(self, address: str, request: api.RegisterRequest, options: WorkerOptions | None = None) -> None:

@@ -19,8 +19,8 @@ from kvgrpc.client import Address, parse_address
         ("grpc+unix:///run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
         ("unix:/run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
         ("unix:///run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
-        ("unix:/tmp/a b/s", Address("/tmp/a b/s"), "unix:/tmp/a%20b/s"),
-        ("unix:/tmp/a%20b/s", Address("/tmp/a b/s"), "unix:/tmp/a%20b/s"),
+        ("unix:/srv/a b/s", Address("/srv/a b/s"), "unix:/srv/a%20b/s"),
+        ("unix:/srv/a%20b/s", Address("/srv/a b/s"), "unix:/srv/a%20b/s"),
     ],
 )
 def test_understood(text: str, address: Address, target: str) -> None:

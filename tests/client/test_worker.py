@@ -120,6 +120,8 @@ def test_what_cannot_be_encoded_is_the_callers_error(server: FakeServer, make_wo
     client.start()
     with pytest.raises(ValueError):
         client.store(tokens(32), ((-1,),), range=RANGE).result(5)
+    with pytest.raises(TypeError):
+        client.store(tokens(32), (("a block",),), range=RANGE).result(5)  # type: ignore[arg-type]
     assert client.blocks_in_flight() == frozenset()
 
 
