@@ -93,7 +93,10 @@ class SharedMemoryMover:
             for index, memory in enumerate(layout.memory):
                 where = f"memory[{index}]"
                 if isinstance(memory, CudaIpcMemory):
-                    sentence = "CUDA memory is not supported yet: share host memory, by its POSIX shared memory name"
+                    sentence = (
+                        f"memory of the card {memory.device_uuid!r}: this server opens no cards yet (it sees none); "
+                        "share host memory, by its POSIX shared memory name"
+                    )
                     raise Refusal(Reason.CUDA_UNSUPPORTED, sentence, field=f"{where}.cuda")
                 if memory.name not in opened:
                     opened[memory.name] = self._open(root, memory.name, f"{where}.shared.name")
