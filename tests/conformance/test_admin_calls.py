@@ -34,7 +34,7 @@ async def test_status(place: Place, engine: Engine) -> None:
         assert (status.chunks, status.spaces, status.engines, status.clients) == (3, 1, 1, 2)
         assert (status.jobs, status.pins) == (1, 3)
     bound = [client_id for executor in status.executors for client_id in executor.clients]
-    assert {f"worker-{engine.name}", f"scheduler-{engine.name}"} <= set(bound)
+    assert f"worker-{engine.name}" in bound
     assert len(bound) == len(set(bound))
 
 
