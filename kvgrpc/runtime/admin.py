@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import replace
 
 from kvgrpc import api
 from kvgrpc.core.types import MS, Cleared, Held, SpaceRef
 from kvgrpc.runtime.driver import Driver
+from kvgrpc.tiers.base import Tier, TierFault
+
+TIER_ANSWER_S = 1.0
+"""What a tier gets to say how much it holds."""
 
 
 class DriverAdmin:
@@ -20,10 +25,7 @@ class DriverAdmin:
     async def get_status(self) -> api.ServerStatus:
         driver = self._driver
         counts = driver.book.counts()
-        tiers = [
-            api.TierStatus(name, tier.healthy, await tier.usage(), driver.reads_in_flight(name))
-            for name, tier in driver.hands.tiers.items()
-        ]
+        tiers = [await self._tier_status(name, tier) for name, tier in driver.hands.tiers.items()]
         return api.ServerStatus(
             server_version=driver.facts.server_version,
             server_epoch=driver.facts.server_epoch,
@@ -42,6 +44,15 @@ class DriverAdmin:
             executors=tuple(api.ExecutorStatus(*lane) for lane in driver.hands.affinity.lanes()),
             counters=dict(driver.book.counters),
         )
+
+    async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
+        """A tier that cannot say how much it holds is shown as unhealthy; it must not take the status away."""
+        reads = self._driver.reads_in_flight(name)
+        try:
+            used_bytes = await asyncio.wait_for(tier.usage(), TIER_ANSWER_S)
+        except (TierFault, asyncio.TimeoutError):
+            return api.TierStatus(name, False, 0, reads)
+        return api.TierStatus(name, tier.healthy, used_bytes, reads)
 
     async def list_engines(self) -> tuple[api.EngineStatus, ...]:
         return tuple(
