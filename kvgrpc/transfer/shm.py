@@ -94,7 +94,7 @@ class SharedMemoryMover:
                 where = f"memory[{index}]"
                 if isinstance(memory, CudaIpcMemory):
                     sentence = (
-                        f"memory of the card {memory.device_uuid!r}: this server opens no cards yet (it sees none); "
+                        f"CUDA memory (of {memory.device_uuid!r}) is not supported yet, and this server sees no cards: "
                         "share host memory, by its POSIX shared memory name"
                     )
                     raise Refusal(Reason.CUDA_UNSUPPORTED, sentence, field=f"{where}.cuda")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ LIMITS = CoreLimits(chunk_tokens=CHUNK, page_bytes=1024, slice_bytes=OBJECT_BYTE
 
 
 @contextlib.asynccontextmanager
-async def health_of(server: LocalServer) -> Any:
+async def health_of(server: LocalServer) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
