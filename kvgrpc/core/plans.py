@@ -164,6 +164,7 @@ class StorePlan(Plan):
         self._keys = content.keys
         self._first_key = content.first_chunk
         self._policy = command.policy
+        self._cleared = command.cleared
         self._space = space
         self._table = space.table
         self._refusal = ""
@@ -182,7 +183,7 @@ class StorePlan(Plan):
         index = self._desk.index
         if self._policy.no_store:
             return self._set(self._at, Outcome.REFUSED, "NO_STORE")
-        if not self._table.live:
+        if self._cleared or not self._table.live:
             return self._set(self._at, Outcome.REFUSED, "CLEARED")
         chunk = self._table.chunks.get(key)
         if chunk is not None:

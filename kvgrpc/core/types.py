@@ -170,7 +170,8 @@ class LookupCommand:
 
 @dataclass(frozen=True, slots=True)
 class StoreCommand:
-    """A store with its keys already made. ``blocks[g]`` are the block ids of group g covering ``range``."""
+    """A store with its keys already made. ``blocks[g]`` are the block ids of group g covering ``range``. ``cleared``: a
+    Clear or a new generation came after the call and before its keys were made, so that nothing of it may be found."""
 
     engine_id: str
     call_id: int
@@ -179,6 +180,7 @@ class StoreCommand:
     range: TokenRange
     blocks: tuple[Sequence[int], ...]
     policy: Policy = DEFAULT_POLICY
+    cleared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

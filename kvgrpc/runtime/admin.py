@@ -69,18 +69,16 @@ class DriverAdmin:
 
     async def clear(self, target: api.ClearTarget) -> Cleared:
         driver = self._driver
+        driver.forgets += 1
         cleared = driver.book.clear(
-            driver.now(),
-            space=target.space,
-            model=target.model,
-            cache_salt=target.cache_salt,
-            everything=target.all,
+            driver.now(), space=target.space, model=target.model, cache_salt=target.cache_salt, everything=target.all
         )
         driver.pump()
         return cleared
 
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
         driver = self._driver
+        driver.forgets += 1
         cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
         driver.pump()
         return cleared

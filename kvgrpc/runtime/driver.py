@@ -90,6 +90,8 @@ class Driver:
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
+        self.forgets = 0
+        """Clears and new generations so far: a Store whose keys are made meanwhile began before them."""
         self._calls: dict[CallKey, set[asyncio.Future[tuple[ChunkResult, ...]]]] = {}
         self._jobs: dict[bytes, set[asyncio.Future[None]]] = {}
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}

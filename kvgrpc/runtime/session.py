@@ -218,6 +218,7 @@ class DriverSession:
             text = "ready_event is for memory on a card; leave it empty and send the call when the bytes are ready"
             raise Refusal(Reason.READY_EVENT_UNSUPPORTED, text, field="ready_event")
         driver.book.check_client(self._client_id, request.engine_id)
+        forgets = driver.forgets
         content = await driver.chunk_keys(request.space, request.content)
         tokens = request.range
         if tokens is None:
@@ -231,6 +232,7 @@ class DriverSession:
             range=tokens,
             blocks=request.blocks,
             policy=request.policy,
+            cleared=driver.forgets != forgets,
         )
         results = driver.book.store(driver.now(), self._client_id, command)
         return await self._results(request.call_id, results)

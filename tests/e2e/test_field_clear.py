@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 
 from kvgrpc import api
 from kvgrpc.client.aio import AioClient
-from kvgrpc.core.types import Cleared, Direction, TokenRange
+from kvgrpc.core.types import Cleared, CoreLimits, Direction, TokenRange
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, Engine, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, nothing_changes, object_names, refused
+from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, nothing_changes, object_names, refused, spans
 
 MODEL = "test-model"
 Forget = Callable[[AioClient, Engine], Awaitable[Cleared]]
@@ -30,11 +31,15 @@ FORGETS: dict[str, Forget] = {
 
 
 @pytest.mark.parametrize("after_runs", [0, 5, 17], ids=["first run", "in a chunk", "last chunk"])
+@pytest.mark.parametrize("slice_bytes", [64 << 20, 1000], ids=["one slice", "slices in a chunk"])
 @pytest.mark.parametrize("forget", FORGETS.values(), ids=FORGETS)
-async def test_nothing_begun_before_it_becomes_visible(tmp_path: Path, forget: Forget, after_runs: int) -> None:
+async def test_nothing_begun_before_it_becomes_visible(
+    tmp_path: Path, forget: Forget, slice_bytes: int, after_runs: int
+) -> None:
     """Field report 3: Clear(M) with 20 Stores in flight and 4 chunks read-locked: 0 hits at once, counts of removed and
     still locked chunks, no Store begun before becomes visible, the locked chunks vanish on release."""
-    async with local_server(tmp_path) as server:
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, slice_bytes=slice_bytes)
+    async with local_server(tmp_path, limits=limits) as server:
         engine = await server.engine(salt="tenant")
         old = tokens_of(0, 8 * CHUNK)
         await engine.store(old, range(32))
@@ -69,6 +74,25 @@ async def test_nothing_begun_before_it_becomes_visible(tmp_path: Path, forget: F
         # the next generation begins
         assert outcomes(await engine.store(old, range(32))) == ["STORED"] * 8
         assert await engine.hits(old) == 8
+
+
+@pytest.mark.parametrize("forget", FORGETS.values(), ids=FORGETS)
+async def test_store_whose_keys_are_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Forget) -> None:
+    """Field report 3: a Store of a long prompt, which is hashed in the pool while Clear answers, began before it."""
+    monkeypatch.setattr("kvgrpc.runtime.driver.INLINE_HASH_TOKENS", 0)
+    async with local_server(tmp_path) as server:
+        engine = await server.engine(salt="tenant")
+        tokens, pool, hold = tokens_of(1, 8 * CHUNK), server.driver.hands.cpu_pool, threading.Event()
+        engine.image.write(range(32))
+        for _ in range(2):
+            pool.submit(hold.wait, 30)
+        storing = asyncio.create_task(engine.worker.store(engine.store_request(tokens, range(32))))
+        await until(lambda: pool._work_queue.qsize() == 1, what="the prompt to wait for the pool")  # type: ignore[attr-defined]
+        assert (await forget(await server.admin(), engine)).removed_chunks == 0
+        hold.set()
+        assert spans(await storing) == [(0, 8, "REFUSED", "CLEARED")]
+        assert await engine.hits(tokens) == 0
+        assert spans(await engine.store(tokens, range(32))) == [(0, 8, "STORED", "")]
 
 
 async def test_other_spaces_stay(tmp_path: Path) -> None:
