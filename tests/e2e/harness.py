@@ -321,11 +321,7 @@ class Engine:
         return answer.status.hit_tokens // self.server.limits.chunk_tokens
 
     async def free(self, answer: LookupAnswer, **changes: Any) -> int:
-        fields: dict[str, Any] = {
-            "engine_id": self.engine_id,
-            "job_id": answer.job_id,
-            "tp_size": self.parallel[2],
-        }
+        fields: dict[str, Any] = {"engine_id": self.engine_id, "job_id": answer.job_id, "tp_size": self.parallel[2]}
         return await self.scheduler.free(api.FreeRequest(**{**fields, **changes}))
 
     def retrieve_request(self, job_id: bytes, blocks: Sequence[int], **changes: Any) -> api.RetrieveRequest:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvgrpc import api
-from kvgrpc.core.types import CoreLimits, SpaceRef, TokenRange
-from tests.e2e.harness import CHUNK, LocalServer, loaded_chunks, local_server, outcomes, tokens_of
+from kvgrpc.core.types import CoreLimits, Direction, SpaceRef, TokenRange
+from tests.e2e.harness import CHUNK, LocalServer, loaded_chunks, local_server, outcomes, tokens_of, until
 from tests.e2e.probes import TINY, assert_serving, nothing_changes, refused
 from tests.kvdata import FILL, MHA, Bytes, shared_memory
 
@@ -37,7 +37,7 @@ async def cancelled(call: Coroutine[Any, Any, object], after_s: float) -> None:
 async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path) -> None:
     """Field report 22: 1,000 rounds of two overlapping Stores of one request, the source overwritten the instant each
     returns; every third call is cancelled, fenced and overwritten. A hit has the bytes of its Store, 0 mixed chunks."""
-    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096)
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, slice_bytes=1500)
     async with local_server(tmp_path, limits=limits, l1_bytes=8 << 20) as server:
         engine = await server.engine(kv=TINY, num_blocks=24)
         blocks = engine.image.blocks
@@ -79,6 +79,53 @@ async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path) ->
         # two of three calls were not cancelled
         assert hits > ROUNDS
         assert server.counts() == (0, 0, 0)
+
+
+async def test_retrieve_waits_for_a_store_of_the_same_blocks(tmp_path: Path) -> None:
+    """Field report 22: a Retrieve into blocks that a running Store still reads waits for its end, whatever slices the
+    Store has left: the Store has the old bytes, the blocks have the new."""
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, slice_bytes=2048)
+    async with local_server(tmp_path, limits=limits) as server:
+        engine, other = await server.engine(kv=TINY), await server.engine(kv=replace(TINY, seed=7))
+        await other.store(tokens_of(2, CHUNK), range(4))
+        answer = await engine.lookup(tokens_of(2, CHUNK))
+        tokens = tokens_of(1, 8 * CHUNK)
+        engine.image.write(range(32))
+        gate = server.gates.hold(1, Direction.STORE)
+        storing = asyncio.create_task(engine.worker.store(engine.store_request(tokens, range(32))))
+        assert await asyncio.to_thread(gate.wait_reached, 10)
+        loading = asyncio.create_task(engine.worker.retrieve(engine.retrieve_request(answer.job_id, range(28, 32))))
+        await until(lambda: server.counts()[1] == 2, what="both calls")
+        gate.release()
+        assert outcomes(await loading) == ["LOADED"]
+        assert storing.done() and outcomes(await storing) == ["STORED"] * 8
+        engine.image.kv = other.image.kv
+        assert engine.image.wrong_tokens(range(28, 32)) == []
+        engine.image.kv = TINY
+        found = await engine.lookup(tokens)
+        assert outcomes(await engine.retrieve(found, range(64, 96))) == ["LOADED"] * 8
+        assert engine.image.wrong_tokens(range(64, 96)) == []
+
+
+async def test_store_after_a_retrieve_into_its_blocks(tmp_path: Path) -> None:
+    """Field report 22: calls of one worker keep their order where they share blocks: a Store behind a running Retrieve
+    stores what was loaded."""
+    async with local_server(tmp_path) as server:
+        engine = await server.engine(kv=TINY)
+        await engine.store(tokens_of(1, CHUNK), range(4))
+        answer = await engine.lookup(tokens_of(1, CHUNK))
+        engine.image.memory[:] = FILL
+        gate = server.gates.hold(1, Direction.RETRIEVE)
+        loading = asyncio.create_task(engine.worker.retrieve(engine.retrieve_request(answer.job_id, range(8, 12))))
+        assert await asyncio.to_thread(gate.wait_reached, 10)
+        again = engine.store_request(tokens_of(2, CHUNK), range(8, 12))
+        storing = asyncio.create_task(engine.worker.store(again))
+        await until(lambda: server.counts()[1] == 2, what="both calls")
+        gate.release()
+        assert (outcomes(await loading), outcomes(await storing)) == (["LOADED"], ["STORED"])
+        found = await engine.lookup(tokens_of(2, CHUNK))
+        assert outcomes(await engine.retrieve(found, range(4))) == ["LOADED"]
+        assert engine.image.wrong_tokens(range(4)) == [] and engine.image.untouched(range(4))
 
 
 # ---- 24: tensors inside larger memory -------------------------------------------------------------------------------

@@ -75,6 +75,40 @@ async def test_id_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None
         assert len(server.book.engines()) == 1
 
 
+async def test_id_stays_taken_while_a_copy_of_its_old_process_runs(tmp_path: Path) -> None:
+    """Field report 53: the owner dies in the middle of a Retrieve; a new process with its id is let in when that copy
+    has ended, and neither its memory nor its calls ever get anything of the old one's."""
+    async with local_server(tmp_path) as server:
+        first = await server.engine(kv=TINY)
+        await first.store(EIGHT, range(32))
+        answer = await first.lookup(EIGHT)
+        gate = server.gates.hold(5, Direction.RETRIEVE)
+        loading = asyncio.create_task(first.retrieve(answer, TARGET))
+        assert await asyncio.to_thread(gate.wait_reached, 10)
+        await first.stop()
+        second = Engine(server, kv=TINY)
+        second.worker = server.client(first.worker.client_id)
+
+        async def attach() -> tuple[str, str, str]:
+            return await refused(anext(second.worker.attach(second.engine_id, Role.WORKER, bytes(range(16)))))
+
+        for _ in range(3):
+            assert (await attach())[:2] == ("ALREADY_EXISTS", "CLIENT_EXISTS")
+        await until(lambda: server.book.counts().engines == 0, 5, "the end of the old session")
+        for _ in range(3):
+            assert (await attach())[:2] == ("ALREADY_EXISTS", "CLIENT_EXISTS")
+        assert second.image.untouched()
+        gate.release()
+        await asyncio.wait((loading,))
+        await until(lambda: mapped(server) == 0, what="the old mapping to go")
+        second.worker = server.client(first.worker.client_id)
+        await second.start()
+        found = await second.lookup(EIGHT)
+        assert outcomes(await second.retrieve(found, TARGET)) == ["LOADED"] * 8
+        assert second.image.wrong_tokens(TARGET) == [] and second.image.untouched(TARGET)
+        assert server.counts() == (0, 0, 0)
+
+
 # ---- 62: registering again ------------------------------------------------------------------------------------------
 
 
@@ -177,7 +211,7 @@ async def test_restarted_engine_gets_right_bytes_in_its_own_memory(tmp_path: Pat
         target = list(range(47, 15, -1))
         assert outcomes(await second.retrieve(answer, target)) == ["LOADED"] * 8
         assert second.image.wrong_tokens(target) == [] and second.image.untouched(target)
-        await until(lambda: server.book.counts().clients == 2, 5, "the dead process to be gone")
+        await until(lambda: server.book.counts().engines == 1, 5, "the dead process to be gone")
         await until(lambda: mapped(server) == 1, what="A to be unmapped")
         async with nothing_changes(server, first, second):
             for call in (

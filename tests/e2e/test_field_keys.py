@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvgrpc import api
-from kvgrpc.core.types import MIB, ObjectName
+from kvgrpc.core.types import MIB, ObjectName, TokenRange
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, local_server, outcomes, tokens_of
 from tests.e2e.probes import found, out_of_reach, refused
@@ -162,3 +162,29 @@ async def test_hashes_of_an_engine_are_found_under_its_algorithm_only(tmp_path: 
         assert await refused(ours.lookup(hashes)) == kind
         assert await refused(theirs.lookup(EIGHT)) == kind
         assert await ours.hits(EIGHT) == 0
+
+
+async def test_hashes_may_begin_later_in_the_prompt(tmp_path: Path) -> None:
+    """Field report 26: a Store names the chunk that its first hash belongs to; the bytes are those of that place."""
+    async with local_server(tmp_path) as server:
+        engine = await server.engine(hash_algorithm="engine-sha256")
+        keys = [bytes([at] * 20) for at in range(8)]
+        engine.image.write(range(32))
+        head = engine.store_request(api.Hashes(keys[:3], 8 * CHUNK), range(12), range=TokenRange(0, 3 * CHUNK))
+        tail = engine.store_request(
+            api.Hashes(keys[3:], 8 * CHUNK, 3), range(11, 32), range=TokenRange(3 * CHUNK - 4, 8 * CHUNK)
+        )
+        stored = await engine.worker.store(tail)
+        assert [(each.first_chunk, each.count, each.outcome.value) for each in stored] == [(3, 5, "STORED")]
+        assert await engine.hits(api.Hashes(keys, 8 * CHUNK)) == 0
+        assert outcomes(await engine.worker.store(head)) == ["STORED"] * 3
+        answer = await engine.lookup(api.Hashes(keys, 8 * CHUNK))
+        target = range(255, 223, -1)
+        assert outcomes(await engine.retrieve(answer, target)) == ["LOADED"] * 8
+        assert engine.image.wrong_tokens(target) == [] and engine.image.untouched(target)
+        few = engine.store_request(api.Hashes(keys[:2], 8 * CHUNK), range(32))
+        assert (await refused(engine.worker.store(few)))[:2] == ("INVALID_ARGUMENT", "RANGE")
+        late = engine.store_request(api.Hashes(keys[4:], 8 * CHUNK, 4), range(32))
+        assert (await refused(engine.worker.store(late)))[:2] == ("INVALID_ARGUMENT", "RANGE")
+        many = api.Hashes(keys, 8 * CHUNK - 1)
+        assert await refused(engine.lookup(many)) == ("INVALID_ARGUMENT", "INVALID_FIELD", "content")

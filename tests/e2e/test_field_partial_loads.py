@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,31 @@ async def test_chunk_evicted_after_its_lock_was_freed(tmp_path: Path) -> None:
         assert after["loaded_chunks"] - before.get("loaded_chunks", 0) == 4
         assert after["failed_chunks"] - before.get("failed_chunks", 0) == 4
         assert await engine.free(answer) == 3
+        assert server.counts() == (0, 0, 0)
+
+
+async def test_unpinned_hit_that_was_evicted(tmp_path: Path) -> None:
+    """Field report 1: beyond the pin budget a hit says that it is not pinned; a load of what has gone is a miss."""
+    limits = replace(LIMITS, pin_share=0.125)
+    async with local_server(tmp_path, l1_bytes=64 * 2048, limits=limits) as server:
+        engine = await server.engine(kv=TINY)
+        first, second = tokens_of(1, 8 * CHUNK), tokens_of(2, 8 * CHUNK)
+        for tokens in (first, second):
+            await engine.store(tokens, range(32))
+        kept, loose, gone = await engine.lookup(first), await engine.lookup(second), await engine.lookup(second)
+        assert [(each.status.hit_tokens, each.status.pinned) for each in (kept, loose, gone)] == [
+            (8 * CHUNK, True),
+            (8 * CHUNK, False),
+            (8 * CHUNK, False),
+        ]
+        assert server.counts()[0] == 8
+        assert outcomes(await engine.retrieve(loose, TARGET)) == ["LOADED"] * 8
+        assert engine.image.wrong_tokens(TARGET) == []
+        await fill_twice(server, engine)
+        assert outcomes(await engine.retrieve(gone, TARGET)) == ["MISSING"] + ["FAILED"] * 7
+        assert engine.image.untouched()
+        assert outcomes(await engine.retrieve(kept, TARGET)) == ["LOADED"] * 8
+        assert engine.image.wrong_tokens(TARGET) == [] and engine.image.untouched(TARGET)
         assert server.counts() == (0, 0, 0)
 
 
