@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +200,15 @@ def test_a_cut_stream_is_mended_and_a_running_copy_goes_on(server: FakeServer, m
     assert len(engines) == 1, "the same session is continued"
 
 
+def cut(connections: Sequence[socket.socket]) -> None:
+    """Breaks those that are not broken yet."""
+    for end in connections:
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
 @contextmanager
 def relay(target: Path, path: Path) -> Iterator[list[socket.socket]]:
     """A socket in front of another, whose connections can be cut."""
@@ -214,11 +223,7 @@ def relay(target: Path, path: Path) -> Iterator[list[socket.socket]]:
                 sink.sendall(data)
         except OSError:
             pass
-        for end in (source, sink):
-            try:
-                end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+        cut((source, sink))
 
     def accept() -> None:
         while True:
@@ -254,8 +259,7 @@ def test_a_lost_connection_frees_nothing_until_the_fence(
         store = client.store(tokens(32), BLOCKS, range=RANGE)
         load = client.retrieve(JOB, RANGE, BLOCKS)
         wait_until(lambda: len(cache.running) == 2)
-        for end in connections:
-            end.shutdown(socket.SHUT_RDWR)
+        cut(connections.copy())
         wait_until(lambda: len(cache.asked("fence")) == 2)
         assert stays_unfinished(store)
         assert client.blocks_in_flight()
