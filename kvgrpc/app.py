@@ -71,7 +71,13 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
     )
     driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
-    server = Server(server_options(settings), driver.client, DriverAdmin(driver), busy_s=hands.affinity.longest_busy_s)
+    server = Server(
+        server_options(settings),
+        driver.client,
+        DriverAdmin(driver),
+        busy_s=hands.affinity.longest_busy_s,
+        at_rest=driver.close,
+    )
     try:
         await server.start()
         announce(

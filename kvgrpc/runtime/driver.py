@@ -102,6 +102,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._next_mapping = 0
+        self._closed = False
         self._loop = asyncio.get_running_loop()
 
     # ---- for callers ------------------------------------------------------------------------------------------------
@@ -361,7 +362,10 @@ class Driver:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Ends tasks, waits for running copies, closes the mover. No call may run any more."""
+        """Ends tasks, waits for running copies, closes the mover. No call may run any more. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in tuple(self._tasks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,9 @@ class Server:
     """Serves a cache over gRPC. Everything happens on the event loop that awaits ``start``.
 
     ``client_for`` answers the cache as one client sees it, ``admin`` is the operator's view; ``checks`` are asked for
-    every call after the built-in ones; ``busy_s`` answers how long the longest-running piece of work has been running.
+    every call after the built-in ones; ``busy_s`` answers how long the longest-running piece of work has been running;
+    ``at_rest`` returns when nothing that a call began runs any more: the socket's lock is kept until then, so that the
+    next server under this path starts after the last copy of this one.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Server:
         admin: AdminApi,
         checks: Sequence[Check] = (),
         busy_s: Callable[[], float] = lambda: 0.0,
+        at_rest: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._options = options
         self._client_for = client_for
@@ -80,6 +83,7 @@ class Server:
         self._traffic = Traffic()
         self._health = Health(SERVICES)
         self._watchdog = Watchdog(self._health, busy_s, options.stall_s)
+        self._at_rest = at_rest
         self._watching: asyncio.Task[None] | None = None
         self._socket: SocketFile | None = None
         self._server: grpc.aio.Server | None = None
@@ -139,6 +143,8 @@ class Server:
             self._server = None
             # gRPC has cancelled what was left, but not waited for it; after this, nobody calls the cache any more
             await self._traffic.wait_empty(STOP_S)
+            if self._at_rest is not None:
+                await self._at_rest()
             log.info("stopped")
         self._release()
         self._stopped.set()
