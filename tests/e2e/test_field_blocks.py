@@ -21,7 +21,6 @@ from tests.kvdata import FILL, MHA, Bytes, shared_memory
 
 # ---- 22: blocks in use ----------------------------------------------------------------------------------------------
 
-ROUNDS = 1000
 OVERWRITTEN = 0xEE
 
 
@@ -34,12 +33,14 @@ async def cancelled(call: Coroutine[Any, Any, object], after_s: float) -> None:
         await task
 
 
-async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("over", "rounds"), [("driver", 1000), ("socket", 200)])
+async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path, over: str, rounds: int) -> None:
     """Field report 22: 1,000 rounds of two overlapping Stores of one request, the source overwritten the instant each
     returns; every third call is cancelled, fenced and overwritten. A hit has the bytes of its Store, 0 mixed chunks."""
     limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, slice_bytes=1500)
     async with local_server(tmp_path, limits=limits, l1_bytes=8 << 20) as server:
         engine = await server.engine(kv=TINY, num_blocks=24)
+        cache: Any = engine.worker if over == "socket" else server.driver.client(engine.worker.client_id)
         blocks = engine.image.blocks
         calls = 0
 
@@ -51,25 +52,25 @@ async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path) ->
             blocks[ids.start : ids.stop] = mark
             request = engine.store_request(tokens, ids, range=TokenRange(first, first + 2 * CHUNK))
             if revoked:
-                await cancelled(engine.worker.store(request), calls % 7 * 0.0004)
-                await engine.worker.fence(engine.engine_id, [request.call_id])
+                await cancelled(cache.store(request), calls % 7 * 0.0004)
+                await cache.fence(engine.engine_id, [request.call_id])
             else:
-                await engine.worker.store(request)
+                await cache.store(request)
             blocks[ids.start : ids.stop] = OVERWRITTEN
 
-        for round_ in range(ROUNDS):
+        for round_ in range(rounds):
             tokens = tokens_of(round_, 3 * CHUNK)
             mark = 2 * (round_ % 100) + 1
             await asyncio.gather(store(tokens, 0, range(8), mark), store(tokens, CHUNK, range(8, 16), mark + 1))
         hits = mixed = 0
-        for round_ in range(ROUNDS):
+        for round_ in range(rounds):
             mark = 2 * (round_ % 100) + 1
-            answer = await engine.lookup(tokens_of(round_, 3 * CHUNK))
+            answer = await cache.lookup(engine.lookup_request(tokens_of(round_, 3 * CHUNK)))
             if not answer.job_id:
                 continue
             count = answer.status.hit_tokens // CHUNK
             ids = range(12, 12 + 4 * count)
-            results = await engine.retrieve(answer, ids)
+            results = await cache.retrieve(engine.retrieve_request(answer.job_id, ids))
             assert outcomes(results) == ["LOADED"] * count
             for at, right in enumerate(({mark}, {mark, mark + 1}, {mark + 1})[:count]):
                 values = np.unique(blocks[12 + 4 * at : 16 + 4 * at])
@@ -77,7 +78,7 @@ async def test_source_is_free_when_store_returns_or_is_fenced(tmp_path: Path) ->
                 hits += 1
         assert mixed == 0
         # two of three calls were not cancelled
-        assert hits > ROUNDS
+        assert hits > rounds
         assert server.counts() == (0, 0, 0)
 
 

@@ -75,7 +75,7 @@ def interpreters() -> list[str]:
     return list(versions.values())
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4294967295"])
+@pytest.mark.parametrize("seed", ["0", "4294967295"])
 def test_golden_values_on_every_python(seed: str) -> None:
     """Field report 26: the same digests with other hash seeds and on every Python that is here, without any package."""
     for python in interpreters():
