@@ -6,14 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvgrpc import api
-from kvgrpc.core.types import (
-    DEFAULT_POLICY,
-    ChunkOutcome,
-    ChunkResult,
-    Ended,
-    LookupAnswer,
-    PrefetchStatus,
-)
+from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, ChunkResult, Ended, LookupAnswer, PrefetchStatus
 from kvgrpc.v1 import cache_pb2 as pb
 from kvgrpc.wire.content import (
     decode_content,

@@ -5,16 +5,7 @@ from __future__ import annotations
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import (
-    DEFAULT_POLICY,
-    MS,
-    Policy,
-    Priority,
-    Reader,
-    SpaceIdentity,
-    SpaceRef,
-    TokenRange,
-)
+from kvgrpc.core.types import DEFAULT_POLICY, MS, Policy, Priority, Reader, SpaceIdentity, SpaceRef, TokenRange
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.wire.fields import DAY_MS, check_bytes, check_number, check_text, invalid
 from kvgrpc.wire.packed import decode_token_ids, encode_token_ids

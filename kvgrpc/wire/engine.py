@@ -84,11 +84,7 @@ def decode_attach_request(message: pb.AttachRequest) -> tuple[str, Role, bytes]:
     """(engine_id, role, session_id)."""
     if message.role not in _ROLES:
         raise invalid("role", f"{message.role} is not known to this server")
-    return (
-        check_engine_id(message.engine_id),
-        _ROLES[message.role],
-        check_bytes(message.session_id, "session_id", 16),
-    )
+    return (check_engine_id(message.engine_id), _ROLES[message.role], check_bytes(message.session_id, "session_id", 16))
 
 
 def encode_attach_response(event: api.AttachEvent) -> pb.AttachResponse:
