@@ -32,6 +32,7 @@ class Nursery:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._living: set[int] = set()
+        self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> Nursery:
         pipe = asyncio.subprocess.PIPE
@@ -43,24 +44,25 @@ class Nursery:
     async def __aexit__(self, *_: object) -> None:
         for pid in tuple(self._living):
             await self.kill(pid)
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process is not None
+        self._process.kill()
         await self._process.wait()
 
     async def start(self, order: dict[str, str]) -> int:
         """Process id of a new engine."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        pid = int(await process.stdout.readline())
+        async with self._turn:
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            pid = int(await process.stdout.readline())
         self._living.add(pid)
         return pid
 
     async def kill(self, pid: int) -> None:
         """SIGKILL; returns when the process is gone."""
         self._living.discard(pid)
-        os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
             while True:
                 os.kill(pid, 0)
                 await asyncio.sleep(0.001)
