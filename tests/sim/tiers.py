@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lower tiers of the world. A tier has an object or not; what it has was written under the version of its time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from tests.sim.loop import PromiseError
+from tests.sim.memory import Cell
+from tests.sim.truth import Space
+
+
+def object_name(space: bytes, generation: int, key: bytes, kv_rank: int) -> str:
+    """The documented name of an object, made independently of the core."""
+    fields = (b"kvgrpc.object.v1", space, str(generation).encode(), key, str(kv_rank).encode())
+    return hashlib.sha256(b"".join(len(f).to_bytes(4, "little") + f for f in fields)).hexdigest()
+
+
+@dataclass
+class Stored:
+    """An object that a tier was asked for."""
+
+    space: Space
+    version: int
+    key: bytes
+    kv_rank: int
+    tier: str
+
+
+class Tiers:
+    """Answers probes and gives contents. Generations are counted from 0 or 1; both are understood."""
+
+    def __init__(self, rng: random.Random, names: tuple[str, ...], share: float) -> None:
+        self.names = names
+        self._rng = rng
+        self._share = share
+        self._meanings: dict[str, tuple[Space, bytes, int, int]] = {}
+        self._generations: dict[int, int] = {}
+        self._stored: dict[str, Stored] = {}
+        self._objects: list[tuple[Space, bytes, int, int]] = []
+
+    def know(self, space: Space, keys: list[bytes], kv_ranks: int, cells: int) -> None:
+        """The space's objects can be asked for from now on."""
+        self._objects += [(space, key, rank, cells) for key in keys for rank in range(kv_ranks)]
+
+    def find(self, name: str) -> str:
+        """The tier that has the object, or ""."""
+        if name not in self._stored:
+            space, key, rank, _ = self._meaning(name)
+            tier = self._rng.choice(self.names) if self._rng.random() < self._share else ""
+            self._stored[name] = Stored(space, space.version, key, rank, tier)
+        return self._stored[name].tier
+
+    def contents(self, name: str) -> list[Cell]:
+        stored = self._stored.get(name)
+        if stored is None or not stored.tier:
+            raise PromiseError("a tier is asked for an object that it does not have")
+        cells = self._meaning(name)[3]
+        return [stored.space.content(stored.version, stored.key, stored.kv_rank, cell) for cell in range(cells)]
+
+    def arrived(self, name: str) -> None:
+        stored = self._stored[name]
+        stored.space.arrived(stored.version, stored.key, stored.kv_rank)
+
+    def _meaning(self, name: str) -> tuple[Space, bytes, int, int]:
+        if name not in self._meanings:
+            for space, key, rank, cells in self._objects:
+                for generation in range(self._generations.get(space.index, 0), space.version + 2):
+                    self._meanings[object_name(space.digest, generation, key, rank)] = (space, key, rank, cells)
+            for space, *_ in self._objects:
+                self._generations[space.index] = space.version + 2
+        if name not in self._meanings:
+            raise PromiseError(f"a tier is asked for an unknown object {name[:16]}")
+        return self._meanings[name]

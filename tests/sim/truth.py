@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be answered: kept by the world from what it saw itself, never from the core's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvgrpc.core.types import PrefetchStatus, Reader
+from tests.sim.loop import PromiseError
+from tests.sim.memory import Cell
+
+
+@dataclass
+class Space:
+    """A space as its engines see it. ``version`` grows with each Clear or BumpGeneration: older data is stale."""
+
+    index: int
+    digest: bytes
+    version: int = 0
+    whole: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    """KV ranks whose whole object has arrived in the arena, by (version, key)."""
+
+    def content(self, version: int, key: bytes, kv_rank: int, cell: int) -> Cell:
+        return (self.index, version, key, kv_rank, cell)
+
+    def arrived(self, version: int, key: bytes, kv_rank: int) -> None:
+        self.whole.setdefault((version, key), set()).add(kv_rank)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Keys of its full chunks, and its length in tokens."""
+
+    keys: tuple[bytes, ...]
+    num_tokens: int
+
+
+@dataclass
+class Lease:
+    """A lookup's grant as the engine may rely on it."""
+
+    engine_id: str
+    request_id: str
+    job_id: bytes
+    space: Space
+    version: int
+    keys: Sequence[bytes]
+    kv_ranks: tuple[int, ...]
+    readers_per_object: int
+    until_ns: int
+    hit_chunks: int = -1
+    pinned: bool = False
+    over: bool = False
+    left: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    status: PrefetchStatus | None = None
+
+    def answered(self, status: PrefetchStatus, chunk_tokens: int, kv_tp_size: int) -> None:
+        """The lookup is final; checks the answer and, once more, that it never changes."""
+        if self.status is not None:
+            if self.status != status:
+                raise PromiseError(f"the answer of a lookup changed from {self.status} to {status}")
+            return
+        if status.hit_tokens % chunk_tokens or status.hit_tokens > len(self.keys) * chunk_tokens:
+            raise PromiseError(f"hit of {status.hit_tokens} tokens for {len(self.keys)} chunks")
+        self.status = status
+        self.hit_chunks = status.hit_tokens // chunk_tokens
+        self.pinned = status.pinned
+        if sum(status.hit_chunks_by_tier.values()) != self.hit_chunks:
+            raise PromiseError(f"{self.hit_chunks} hit chunks, but by tier {status.hit_chunks_by_tier}")
+        for key in self.keys[: self.hit_chunks]:
+            self._check_hit(key)
+        count = self.readers_per_object
+        for chunk in range(self.hit_chunks):
+            self.left[chunk] = {(k, (k % kv_tp_size) * count + r) for k in self.kv_ranks for r in range(count)}
+
+    def _check_hit(self, key: bytes) -> None:
+        versions = range(self.version, self.space.version + 1)
+        if not any(set(self.kv_ranks) <= self.space.whole.get((v, key), set()) for v in versions):
+            raise PromiseError(
+                f"a hit on a chunk whose objects never arrived whole (space {self.space.index}, key {key.hex()[:8]})"
+            )
+
+    def holds(self, now: int, chunk: int, reader: tuple[int, int]) -> bool:
+        """The reader may rely on the chunk: it is pinned for it, now and since the lookup."""
+        return self.pinned and not self.over and now < self.until_ns and reader in self.left.get(chunk, ())
+
+    def must_be_known(self, now: int) -> bool:
+        return self.pinned and not self.over and now < self.until_ns and any(self.left.values())
+
+    def has_read(self, chunk: int, reader: tuple[int, int]) -> None:
+        self.left.get(chunk, set()).discard(reader)
+
+    def freed(self, first: int, last: int, readers: Sequence[Reader]) -> None:
+        """Chunks ``first`` .. ``last - 1`` are given back by those readers (none named: all)."""
+        named = {(r.kv_rank, r.tp_rank) for r in readers}
+        for chunk in range(first, last):
+            if chunk in self.left:
+                self.left[chunk] = self.left[chunk] - named if named else set()
+
+    def left_pins(self) -> int:
+        return sum(len(readers) for readers in self.left.values())
+
+
+@dataclass
+class Hold:
+    """An operator's pin."""
+
+    space: Space
+    version: int
+    keys: Sequence[bytes]
+    until_ns: int
+    over: bool = False
+
+    def counts(self, now: int) -> bool:
+        return not self.over and now < self.until_ns and self.version == self.space.version
