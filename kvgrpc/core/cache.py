@@ -16,7 +16,7 @@ from kvgrpc.core import types as t
 from kvgrpc.core.calls import Calls
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.holds import Holds
-from kvgrpc.core.index import BaseFacts, Index, Space
+from kvgrpc.core.index import IdentityFacts, Index, Space
 from kvgrpc.core.jobs import Jobs
 from kvgrpc.core.keys import space_digest
 from kvgrpc.core.leases import Leases
@@ -137,7 +137,7 @@ class Bookkeeper:
         engine = client.engine
         self.sessions.close(client)
         for job in list(engine.jobs.values()):
-            if client.role is t.Role.SCHEDULER or job.owner == client.client_id or not engine.clients:
+            if client.role is t.Role.SCHEDULER or job.owner == client.client_id:
                 self.lookups.end(job)
         self._give_up_memory(now, client)
 
@@ -184,7 +184,7 @@ class Bookkeeper:
             client.registration_epoch += 1
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
-    def _check_geometry(self, client: Client, rank: int, facts: BaseFacts, object_bytes: int) -> None:
+    def _check_geometry(self, client: Client, rank: int, facts: IdentityFacts, object_bytes: int) -> None:
         """Objects of one space and rank have one length, for as long as anybody has or shares such objects."""
         known = facts.object_bytes.get(rank, object_bytes)
         if known == object_bytes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.index import BaseFacts
+from kvgrpc.core.index import IdentityFacts
 from kvgrpc.core.types import ChunkKeys, CoreLimits, LookupCommand, Registration, StoreCommand, TokenRange
 
 U32 = 1 << 32
@@ -82,7 +82,7 @@ def check_prefix(content: ChunkKeys, limits: CoreLimits) -> None:
         raise Refusal(Reason.INVALID_FIELD, "first_chunk must be 0 here", field="content.hashes.first_chunk")
 
 
-def lookup_ranks(command: LookupCommand, facts: BaseFacts) -> tuple[int, ...]:
+def lookup_ranks(command: LookupCommand, facts: IdentityFacts) -> tuple[int, ...]:
     """The wanted KV ranks, sorted. Refuses: RANK."""
     world = facts.identity.kv_world_size
     if not command.kv_ranks:

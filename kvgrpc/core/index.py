@@ -63,7 +63,7 @@ class Table:
 
 
 @dataclass(eq=False, slots=True)
-class BaseFacts:
+class IdentityFacts:
     """An identity that engines have named: its weights generation, and how long one rank's objects are."""
 
     base: bytes
@@ -78,7 +78,7 @@ class BaseFacts:
 class Space:
     """One space: an identity, a LoRA adapter and a salt."""
 
-    def __init__(self, ref: SpaceRef, facts: BaseFacts, account: Account) -> None:
+    def __init__(self, ref: SpaceRef, facts: IdentityFacts, account: Account) -> None:
         self.ref = ref
         self.facts = facts
         self.account = account
@@ -99,7 +99,7 @@ class Index:
         self._ledger = ledger
         self.slots = Slots(arena_bytes, ledger.limits.page_bytes)
         self.eviction = Eviction()
-        self.bases: dict[bytes, BaseFacts] = {}
+        self.bases: dict[bytes, IdentityFacts] = {}
         self.spaces: dict[SpaceRef, Space] = {}
         self.accounts: dict[str, Account] = {}
         self.dead: deque[Table] = deque()
@@ -108,14 +108,14 @@ class Index:
 
     # ---- spaces -----------------------------------------------------------------------------------------------------
 
-    def name_base(self, identity: SpaceIdentity) -> BaseFacts:
+    def name_base(self, identity: SpaceIdentity) -> IdentityFacts:
         """Remembers an identity. Refuses: SPACE_LIMIT."""
         base = space_base(identity, self._ledger.limits.chunk_tokens)
         facts = self.bases.get(base)
         if facts is None:
             if len(self.bases) >= self._ledger.limits.spaces:
                 self._forget_bases()
-            facts = self.bases[base] = BaseFacts(base, identity, (1 << identity.kv_world_size) - 1)
+            facts = self.bases[base] = IdentityFacts(base, identity, (1 << identity.kv_world_size) - 1)
         return facts
 
     def _forget_bases(self) -> None:
@@ -127,7 +127,7 @@ class Index:
         if len(self.bases) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many identities are in use on this server", resource="spaces")
 
-    def facts(self, base: bytes) -> BaseFacts:
+    def facts(self, base: bytes) -> IdentityFacts:
         """Refuses: SPACE_UNKNOWN."""
         facts = self.bases.get(base)
         if facts is None:

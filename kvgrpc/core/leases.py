@@ -54,10 +54,11 @@ class Leases:
         self._index = index
         self.pins = 0
 
-    def fits(self, chunks: list[Chunk]) -> bool:
-        """Whether the pin budget has room for these chunks too."""
+    def fits(self, chunks: list[Chunk], coming_bytes: int = 0) -> bool:
+        """Whether the pin budget has room for these chunks, and for what is still being read for pending lookups."""
         budget = self._index.slots.total_bytes * self._ledger.limits.pin_share
-        return self._index.pinned_bytes + sum([c.ready_bytes for c in chunks if not c.pins]) <= budget
+        more = sum([chunk.ready_bytes for chunk in chunks if not chunk.pins])
+        return self._index.pinned_bytes + more + coming_bytes <= budget
 
     def grant(self, lease: Lease, chunks: list[Chunk]) -> None:
         """Adds chunks to the lease, all readers; the caller has pinned each once."""

@@ -118,7 +118,7 @@ class Prefetcher:
         if not table.live:
             return False
         if chunk is not None:
-            if not self._leases.fits([chunk]):
+            if not self._leases.fits([chunk], self.reading_bytes):
                 prefetch.limited_by = LIMIT
                 return False
             self._index.pin(chunk)  # or making room might evict what is there of it
@@ -155,10 +155,9 @@ class Prefetcher:
         index, limits = self._index, self._ledger.limits
         if job.space.facts.object_bytes[rank] != name.size_bytes:
             return None  # the geometry changed since the tiers were asked
-        total = index.slots.total_bytes
         reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
         slot: Slot | str = LIMIT
-        if reading <= total * limits.prefetch_share and index.pinned_bytes + reading <= total * limits.pin_share:
+        if reading <= index.slots.total_bytes * limits.prefetch_share and self._leases.fits([], reading):
             slot = index.reserve(job.space, name.size_bytes)
         if isinstance(slot, str):
             prefetch.limited_by = LIMIT
