@@ -55,7 +55,7 @@ async def timed(times: list[float], call: Awaitable[Any]) -> Any:
 # ---- field report 15 ------------------------------------------------------------------------------------------------
 
 WORKERS = 4
-BEATS_S = 8.0
+BEATS_S = 6.0
 
 
 async def test_health_is_answered_while_every_worker_is_taken(tmp_path: Path) -> None:

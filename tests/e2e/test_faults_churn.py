@@ -24,7 +24,7 @@ from tests.e2e.heartbeat import Heartbeat
 from tests.e2e.probes import TINY
 from tests.served import Served, serving
 
-CHURN_S = 15.0
+CHURN_S = 12.0
 TASKS = 32
 MORTALS = 4
 PROMPTS = 40
