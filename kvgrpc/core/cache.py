@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bookkeeper: the one door of the core.
 
-Every call gets ``now``, runs to its end, and answers or raises a Refusal; what has to be done in the world it puts into
-the outbox (``drain``), and what the hands did comes back by ``slice_done``, ``probe_done`` and ``read_done``.
-One owner, one thread.
+One owner, one thread. Every call gets ``now``, runs to its end, and answers or raises a Refusal; what has to be done in
+the world it puts into the outbox, and what the hands did comes back by ``slice_done``, ``probe_done``, ``read_done``.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class Bookkeeper:
 
     def tick(self, now: int) -> None:
         """Lets time pass: prefetch deadlines, leases, records, holds, graces, and a bounded turn of reclaim."""
-        jobs = self.jobs
         self.prefetcher.tick(now)
+        jobs = self.jobs
         while (job := next(iter(jobs.leased), None)) is not None and job.lease_end_ns <= now:
             jobs.expire_lease(job)
         while (job := next(iter(jobs.read), None)) is not None and job.read_end_ns <= now:
@@ -113,8 +112,7 @@ class Bookkeeper:
                 self.sessions.broken.pop(client_id, None)
                 return True
             if client.attached:
-                text = "another live process is attached with this client id; give each process its own"
-                raise Refusal(Reason.CLIENT_EXISTS, text, resource=client_id)
+                raise Refusal(Reason.CLIENT_EXISTS, "another live process has this client id", resource=client_id)
             self._end_session(now, client)
         self.sessions.open(client_id, engine_id, role, session_id)
         return False
@@ -241,8 +239,7 @@ class Bookkeeper:
 
     def _check_space(self, registration: t.Registration, base: bytes) -> None:
         if self.index.name_base(registration.identity).base != base:
-            text = "the space_base is not the one that this client registered"
-            raise Refusal(Reason.SPACE_MISMATCH, text, field="space.space_base")
+            raise Refusal(Reason.SPACE_MISMATCH, "not the registered space_base", field="space.space_base")
 
     def store(self, now: int, client_id: str, command: t.StoreCommand) -> tuple[t.ChunkResult, ...] | None:
         """Results, or None: they come by CallEnded. Refuses: see the protocol."""

@@ -87,12 +87,11 @@ class Eviction:
 
     def use(self, chunks: Sequence[Chunk], priority: Priority) -> None:
         """A prefix was used just now, by a request of this priority."""
-        queues = self.queues
         for chunk in touch_order(chunks):
             if chunk.priority < priority:
                 self.drop(chunk)
                 chunk.priority = priority
-            queues[chunk.priority].use(chunk)
+            self.queues[chunk.priority].use(chunk)
             if chunk.account.queues:
                 chunk.account.queues[chunk.priority].use(chunk)
 

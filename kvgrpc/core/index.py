@@ -32,7 +32,9 @@ class Chunk:
     key: bytes
     table: Table
     account: Account
-    slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    priority: Priority
+    """The highest of its uses."""
+    slots: dict[int, Slot]
     ready: int = 0
     writing: int = 0
     ready_bytes: int = 0
@@ -41,8 +43,6 @@ class Chunk:
     pins: int = 0
     writes: int = 0
     holds: int = 0
-    priority: Priority = Priority.LOW
-    """The highest of its uses."""
 
     @property
     def in_use(self) -> bool:
@@ -205,7 +205,8 @@ class Index:
     def end_write(self, chunk: Chunk) -> None:
         """One slot less is being filled, or one running store less has a part in the chunk."""
         chunk.writes -= 1
-        self._rest(chunk)
+        if not chunk.writes:
+            self._rest(chunk)
 
     def _rest(self, chunk: Chunk) -> None:
         """A use ended: what nobody uses may be evicted, or is freed if its table is dead."""
@@ -220,11 +221,11 @@ class Index:
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
-    def begin_object(self, table: Table, key: bytes, kv_rank: int, slot: Slot) -> Chunk:
-        """A WRITING slot becomes the object of this chunk and rank."""
+    def begin_object(self, table: Table, key: bytes, kv_rank: int, slot: Slot, priority: Priority) -> Chunk:
+        """A WRITING slot becomes the object of this chunk and rank; a new chunk gets the priority."""
         chunk = table.chunks.get(key)
         if chunk is None:
-            chunk = table.chunks[key] = Chunk(key, table, table.space.account)
+            chunk = table.chunks[key] = Chunk(key, table, table.space.account, priority, {})
         chunk.writes += 1
         chunk.writing |= 1 << kv_rank
         chunk.slots[kv_rank] = slot
@@ -233,13 +234,14 @@ class Index:
         return chunk
 
     def commit_object(self, chunk: Chunk, kv_rank: int) -> bool:
-        """The object's bytes are complete: it can be found from now on. False, and freed, when its table is dead."""
+        """The object's bytes are complete: it can be found from now on. False, and freed, when its table is dead.
+
+        Whoever filled it keeps the chunk in use until its prefix is used, which gives the chunk its place in the order.
+        """
         slot = chunk.slots[kv_rank]
         if not may_commit(chunk, slot):
             self.abort_object(chunk, kv_rank)
             return False
-        if not chunk.ready:
-            self.eviction.use((chunk,), chunk.priority)
         chunk.writing &= ~(1 << kv_rank)
         self.slots.move(slot, SlotState.READY)
         chunk.ready |= 1 << kv_rank
@@ -299,7 +301,7 @@ class Index:
                 turns -= 1
                 if turns < 0 or cost > account.quota_bytes or not self._evict(account):
                     return "QUOTA"
-        while (slot := slots.reserve(size_bytes)) is None:
+        while (slot := slots.reserve(size_bytes, cost)) is None:
             turns -= 1
             if turns < 0 or not (self.reclaim(1) or self._evict()):
                 return "NO_ROOM"

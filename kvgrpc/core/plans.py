@@ -125,8 +125,8 @@ class Plan(ABC):
         """The call was revoked while a slice is in flight."""
 
     def _set(self, at: int, outcome: Outcome, reason: str = "", count: int = 1) -> None:
-        for place in range(at - self._first, at - self._first + count):
-            self._outcomes[place] = (outcome, reason)
+        start = at - self._first
+        self._outcomes[start : start + count] = [(outcome, reason)] * count
 
     def stop(self, reason: str) -> None:
         """What has no outcome yet will not be copied."""
@@ -197,7 +197,7 @@ class StorePlan(Plan):
             self._refusal = slot
             return self._set(self._at, Outcome.REFUSED, slot)
         fresh = chunk is None
-        chunk = index.begin_object(self._table, key, self._kv_rank, slot)
+        chunk = index.begin_object(self._table, key, self._kv_rank, slot, self._policy.priority)
         if fresh:
             self._hold(chunk)
         return chunk, slot

@@ -163,7 +163,7 @@ class Prefetcher:
             prefetch.limited_by = LIMIT
             return None
         slot.in_flight = True
-        chunk = index.begin_object(job.table, job.keys[at], rank, slot)
+        chunk = index.begin_object(job.table, job.keys[at], rank, slot, job.priority)
         read = Read(self._ledger.next_id(), tier, chunk, rank, slot)
         self.reads[read.read_id] = self._by_slot[slot] = read
         self.reading_bytes = reading
@@ -204,7 +204,6 @@ class Prefetcher:
             count += 1
         if not limited_by or (prefetch.planned and count == len(prefetch.planned)):
             limited_by = prefetch.limited_by
-        self._index.use(job.table, job.keys, job.priority)
         self._leases.grant(job.lease, prefetch.planned[:count])
         for chunk in prefetch.planned[count:]:
             self._index.unpin(chunk)
@@ -229,6 +228,7 @@ class Prefetcher:
         assert prefetch is not None
         job.prefetch = None
         del self.pending[prefetch.probe_id]
+        self._index.use(job.table, job.keys, job.priority)
         self._drop(job, prefetch.waiting.values())
         return prefetch
 

@@ -123,9 +123,10 @@ class Slots:
         rounded = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
         return rounded if rounded * 2 <= self.page_bytes else -(-size_bytes // self.page_bytes) * self.page_bytes
 
-    def reserve(self, size_bytes: int) -> Slot | None:
-        """A WRITING slot, or None when there is no room: evict something and try again."""
-        cost, size = self.cost_bytes(size_bytes), self.page_bytes
+    def reserve(self, size_bytes: int, cost: int) -> Slot | None:
+        """A WRITING slot that takes ``cost_bytes(size_bytes)``, or None when there is no room: evict something and try
+        again."""
+        size = self.page_bytes
         if cost * 2 <= size:
             slot = self._from_slab(size_bytes, cost)
         else:

@@ -25,6 +25,8 @@ from enum import Enum
 class SlotState(Enum):
     """See the module's theory of operation."""
 
+    __hash__ = object.__hash__  # members are single; Enum's own hash costs a Python call for each slot that moves
+
     FREE = "free"
     WRITING = "writing"
     READY = "ready"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WorkerClient: copies as futures, the session that keeps itself, and when blocks are free. Field reports 22, 25,
-47."""
+"""WorkerClient: copies as futures, the session that keeps itself, when blocks are free. Field reports 22, 25, 47."""
 
 from __future__ import annotations
 
@@ -24,11 +23,8 @@ from tests.client.conftest import MakeWorker
 from tests.client.fakes import FakeServer, Knobs, fake_process, wait_until
 from tests.client.memory import tokens
 
-RANGE = TokenRange(0, 32)
-BLOCKS = ((3, 1, 4, 1, 5, 9, 2, 6),)
-STORED = (ChunkResult(0, 2, ChunkOutcome.STORED),)
-LOADED = (ChunkResult(0, 2, ChunkOutcome.LOADED),)
-JOB = b"j" * 16
+RANGE, BLOCKS, JOB = TokenRange(0, 32), ((3, 1, 4, 1, 5, 9, 2, 6),), b"j" * 16
+STORED, LOADED = ((ChunkResult(0, 2, outcome),) for outcome in (ChunkOutcome.STORED, ChunkOutcome.LOADED))
 
 
 def failed(reason: str) -> tuple[ChunkResult, ...]:
@@ -57,12 +53,12 @@ def test_start_registers_and_copies_answer(server: FakeServer, make_worker: Make
     store = client.store(tokens(32), BLOCKS, range=RANGE, lora="L", cache_salt="S")
     assert store.result(5) == STORED
     assert client.retrieve(JOB, RANGE, BLOCKS).result(5) == LOADED
-    (request,) = cache.asked("store")
+    request = cache.asked("store")[0]
     assert (request.space.space_base, request.space.lora, request.space.cache_salt) == (b"\x07" * 16, "L", "S")
     assert tuple(request.blocks[0]) == BLOCKS[0]
     assert client.blocks_in_flight() == frozenset()
     ids = [client.store(tokens(32), BLOCKS, range=RANGE).call_id for _ in range(10)]
-    assert ids == sorted(set(ids)), "call ids grow and never repeat"
+    assert ids == sorted(set(ids))
 
 
 def test_copies_go_out_in_order(server: FakeServer, make_worker: MakeWorker) -> None:

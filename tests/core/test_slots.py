@@ -16,7 +16,7 @@ PAGE = 4096
 
 
 def reserve(slots: Slots, size_bytes: int) -> Slot:
-    slot = slots.reserve(size_bytes)
+    slot = slots.reserve(size_bytes, slots.cost_bytes(size_bytes))
     assert slot is not None
     return slot
 
@@ -57,7 +57,7 @@ def test_an_object_is_spread_when_no_run_is_long_enough():
     held = [reserve(slots, PAGE) for _ in range(6)]
     for at in (0, 2, 4):
         free(slots, held[at])
-    assert slots.reserve(4 * PAGE) is None
+    assert slots.reserve(4 * PAGE, 4 * PAGE) is None
     spread = reserve(slots, 3 * PAGE)
     assert sorted(spread.extents) == [(0, PAGE), (2 * PAGE, PAGE), (4 * PAGE, PAGE)]
     free(slots, spread)
@@ -73,7 +73,7 @@ def test_small_objects_share_a_page_by_size():
     assert slots.pages.free == 1
     reserve(slots, 100)
     assert slots.pages.free == 0, "another size has a page of its own"
-    assert slots.reserve(1000) is None
+    assert slots.reserve(1000, 1024) is None
     free(slots, small[0])
     assert reserve(slots, 1000).extents == small[0].extents
 
@@ -82,7 +82,7 @@ def test_a_page_of_small_objects_goes_back_with_its_last():
     slots = Slots(PAGE, PAGE)
     small = [reserve(slots, 1024) for _ in range(4)]
     for slot in small:
-        assert slots.reserve(PAGE) is None
+        assert slots.reserve(PAGE, PAGE) is None
         free(slots, slot)
     assert reserve(slots, PAGE).extents == ((0, PAGE),)
 
@@ -149,7 +149,7 @@ def test_nobody_shares_a_byte_and_nothing_leaks(num_pages: int, steps: list[tupl
     live: list[Slot] = []
     for adds, size_bytes, pick in steps:
         if adds or not live:
-            slot = slots.reserve(size_bytes)
+            slot = slots.reserve(size_bytes, slots.cost_bytes(size_bytes))
             if slot is None:
                 used = {
                     offset // PAGE + at

@@ -198,7 +198,7 @@ async def test_the_end_of_the_streams_gives_everything_back(worker: Worker, loca
     for stream in worker.streams:
         stream.cancel()
     start = time.monotonic()
-    await until(lambda: local.book.counts().clients == 0, seconds=3)
+    await until(lambda: local.book.counts().engines == 0, seconds=3)
     assert time.monotonic() - start < 1.5
     assert local.book.counts().pins == 0
     await until(lambda: len(local.open_shared_memory()) == opened - 1, seconds=1)

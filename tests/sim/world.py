@@ -53,7 +53,7 @@ class World:
         families = [rng.choice(((1,), (2,), (1, 1))) for _ in identities]
         biggest = max(sum(f) for f in families) * CHUNK_TOKENS
         arena_cells = biggest * rng.randint(6, 24)
-        names: tuple[str, ...] = rng.choice(((), (), ("disk",), ("disk", "remote")))
+        names: tuple[str, ...] = rng.choice(((), ("disk",), ("disk", "remote")))
         tiers = Tiers(rng, names, rng.choice((0.3, 0.7)))
         self.hands = Hands(self.loop, rng, self._limits(biggest), arena_cells, tiers, verbose)
         self.hands.check_every *= with_invariants
@@ -86,7 +86,8 @@ class World:
             record_ns=1500 * MS,
             read_record_ns=50 * MS,
             pin_share=rng.choice((0.5, 0.8, 1.0)),
-            settling_share=rng.choice((0.05, 0.5, 1.0)),
+            settling_share=rng.choice((0.05, 0.5, 1.0, 1.0)),
+            prefetch_share=rng.choice((0.25, 1.0)),
             prefetch_wait_ns=60 * MS,
             jobs_per_engine=rng.choice((4, 64)),
             victims_per_turn=rng.choice((1, 3, 1024)),
@@ -172,7 +173,7 @@ class World:
         )
         weights = (3, 3, 4, 2, 3, 2, 0.3, 0.5)
         while True:
-            yield self.rng.choice((10, 40, 100)) * MS
+            yield self.rng.choice((20, 60, 120)) * MS
             if self.hands.closing:
                 return
             self.rng.choices(acts, weights)[0]()

@@ -97,10 +97,7 @@ def test_calls_that_move_less_than_asked_are_continued(
     (tmp_path / "good").write_bytes(bytes(i // 7 % 256 for i in range(4 * PAGE)))
     mover.map(1, layout("good"))
     arena.view(0, 4 * PAGE)[:] = bytes(i // 5 % 256 for i in range(4 * PAGE))
-    expected = {
-        STORE: (tmp_path / "good").read_bytes(),
-        RETRIEVE: bytes(arena.view(0, 4 * PAGE)),
-    }[direction]
+    expected = {STORE: (tmp_path / "good").read_bytes(), RETRIEVE: bytes(arena.view(0, 4 * PAGE))}[direction]
     for name in ("preadv", "pwritev"):
         whole = getattr(os, name)
 
