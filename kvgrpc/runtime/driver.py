@@ -260,7 +260,9 @@ class Driver:
             case ProbeTiers():
                 self._spawn(self._probe(action))
             case ReadTier():
-                self._reads[action.read_id] = (action.tier, self._spawn(self._read(action)))
+                reading = self._spawn(self._read(action))
+                reading.add_done_callback(lambda done: self._read_ended(action, done))
+                self._reads[action.read_id] = (action.tier, reading)
             case CancelRead(read_id):
                 if read_id in self._reads:
                     self._reads[read_id][1].cancel()
@@ -341,18 +343,18 @@ class Driver:
         self.pump()
 
     async def _read(self, action: ReadTier) -> None:
-        ok = False
-        try:
-            views = [self.hands.arena.view(*extent) for extent in trim(action.extents, action.object.size_bytes)]
-            await self.hands.tiers[action.tier].read(action.object, views)
-            ok = True
-        except TierFault as fault:
-            log.warning("tier read failed", tier=action.tier, reason=fault.reason.value)
-        except asyncio.CancelledError:
-            log.debug("tier read cancelled", tier=action.tier)
-        finally:
-            self._reads.pop(action.read_id, None)
-        self.book.read_done(self.now(), action.read_id, ok)
+        views = [self.hands.arena.view(*extent) for extent in trim(action.extents, action.object.size_bytes)]
+        await self.hands.tiers[action.tier].read(action.object, views)
+
+    def _read_ended(self, action: ReadTier, done: asyncio.Task[None]) -> None:
+        """Called for every read, also for one that was cancelled before its first step."""
+        del self._reads[action.read_id]
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, TierFault):
+            log.warning("tier read failed", tier=action.tier, reason=error.reason.value)
+        elif error is not None:
+            log.error("tier failed", tier=action.tier, exc_info=error)
+        self.book.read_done(self.now(), action.read_id, not done.cancelled() and error is None)
         self.pump()
 
     def reads_in_flight(self, tier: str) -> int:

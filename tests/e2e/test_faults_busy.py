@@ -116,7 +116,7 @@ async def test_watchdog_sees_a_copy_that_stands_still(tmp_path: Path) -> None:
         assert await asyncio.to_thread(gate.wait_reached, 10)
         held = time.monotonic()
         assert await check(health, "liveness") == SERVING
-        assert (await watch.read()).status == NOT_SERVING
+        assert (await asyncio.wait_for(watch.read(), 5)).status == NOT_SERVING
         assert 0.35 < time.monotonic() - held < 2
         assert await check(health, "liveness") == NOT_SERVING
         assert await check(health, "readiness") == SERVING

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import MIB, CoreLimits
 from kvgrpc.runtime.clock import ManualClock
+from kvgrpc.tiers.memory import MemoryTier
 from kvgrpc.wire.cache import encode_lookup_request
 from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of
 from tests.e2e.probes import TINY, assert_serving, refused
@@ -108,6 +110,27 @@ async def test_lookups_that_find_nothing(tmp_path: Path) -> None:
         assert resident_bytes() - before < 20 * MIB
         counts = server.book.counts()
         assert (counts.jobs, counts.pins, counts.spaces) == (0, 0, 0)
+
+
+async def test_lookups_that_no_tier_knows(tmp_path: Path) -> None:
+    """Field report 32, with a tier to ask: each lookup gets a job, so records stay within their limit; then they go."""
+    clock = ManualClock()
+    async with local_server(tmp_path, limits=LIMITS, clock=clock, tier=MemoryTier()) as server:
+        engine = await server.engine(kv=TINY)
+        session = server.driver.client(engine.scheduler.client_id)
+        half = 0
+        for number in range(LOOKUPS):
+            request = engine.lookup_request(tokens_of(number % 50, TOKENS), request_id=f"r-{number}")
+            answer = await session.lookup(replace(request, prefetch_wait_ms=60_000))
+            status = await session.query(engine.engine_id, answer.job_id, 10_000)
+            assert (status.done, status.hit_tokens) == (True, 0)
+            if number == LOOKUPS // 2:
+                half = resident_bytes()
+        assert resident_bytes() - half < 20 * MIB
+        assert server.book.counts().jobs == LIMITS.jobs_per_engine
+        clock.advance(LIMITS.record_ns)
+        server.driver.tick()
+        assert server.book.counts().jobs == 0
 
 
 # ---- field report 27 ------------------------------------------------------------------------------------------------

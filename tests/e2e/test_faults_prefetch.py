@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,43 @@ async def test_stalled_tier_costs_the_budget_and_no_more(tmp_path: Path, ready: 
         await settled(server)
         _, status = await found(engine, tokens)
         assert status.hit_tokens == TOKENS, "late data is an ordinary hit next time"
+
+
+async def test_read_that_is_given_up_before_it_begins(tmp_path: Path) -> None:
+    """A tier has one rank's half of a chunk only: its read is planned, then given up in the same turn. The room for it
+    comes back, time after time."""
+    tier = MemoryTier()
+    async with local_server(tmp_path, l1_bytes=L1_BYTES, limits=LIMITS, tier=tier) as server:
+        ranks: dict[str, Any] = {"engine_id": "engine-of-two-ranks", "kv": TINY, "kv_world_size": 2}
+        first = await server.engine(parallel=(0, 0, 2, 2), **ranks)
+        await server.engine(parallel=(1, 1, 2, 2), scheduler=False, **ranks)
+        for seed in range(40):
+            tokens = tokens_of(seed, TOKENS)
+            await keep_in_tier(server, first, tokens)
+            _, status = await found(first, tokens)
+            assert status.hit_tokens == 0
+        await settled(server)
+        assert server.book.prefetcher.reading_bytes == 0
+
+
+class BrokenTier(MemoryTier):
+    """Reads fail in a way that no tier may fail in."""
+
+    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
+        raise ZeroDivisionError
+
+
+async def test_tier_with_a_bug_takes_no_room_for_ever(tmp_path: Path) -> None:
+    """An error that is not the tier's to raise is a failed read like any other, and is logged."""
+    async with local_server(tmp_path, l1_bytes=L1_BYTES, limits=LIMITS, tier=BrokenTier()) as server:
+        engine = await server.engine(kv=TINY)
+        tokens = tokens_of(1, TOKENS)
+        await half_in_l1(server, engine, tokens)
+        job_id, status = await found(engine, tokens)
+        assert status == PrefetchStatus(True, 4 * CHUNK, True, {"l1": 4}, "PREFETCH_FAILED")
+        await load_right(engine, job_id, 4)
+        await settled(server)
+        assert server.book.prefetcher.reading_bytes == 0
 
 
 async def test_store_meets_a_prefetch_of_the_same_chunks(tmp_path: Path) -> None:
