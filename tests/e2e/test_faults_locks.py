@@ -109,6 +109,39 @@ async def test_locks_end_with_their_time(tmp_path: Path) -> None:
         assert server.book.counts().jobs == 0
 
 
+@pytest.mark.parametrize("way", ["the scheduler dies", "the request ends", "the lease ends"])
+async def test_running_retrieve_keeps_what_it_reads(tmp_path: Path, way: str) -> None:
+    """A lock that ends while a copy still reads: the chunks stay until the copy has ended, and it ends right."""
+    clock = ManualClock()
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=1024, slice_bytes=CHUNK * TINY.token_bytes)
+    async with local_server(tmp_path, l1_bytes=L1_BYTES, limits=limits, clock=clock) as server:
+        engine, other = await server.engine(kv=TINY), await server.engine(kv=TINY)
+        tokens = tokens_of(1, TOKENS)
+        await engine.store(tokens, BLOCKS)
+        answer = await engine.lookup(tokens, request_id="r")
+        gate = server.gates.hold(20, client_id=engine.worker.client_id)
+        running = asyncio.ensure_future(engine.retrieve(answer, BLOCKS))
+        assert await asyncio.to_thread(gate.wait_reached, 10)
+        if way == "the scheduler dies":
+            await engine.streams[1].close()
+            await until(lambda: bool(server.book.sessions.broken), 5, "the break to be seen")
+            clock.advance(limits.reattach_grace_ns)
+        elif way == "the request ends":
+            assert (await engine.scheduler.end_request(engine.engine_id, "r")).ended_jobs == 1
+        else:
+            clock.advance(limits.lease_ns)
+        server.driver.tick()
+        assert server.book.counts().pins == 0
+        await fill_twice(server, other)
+        gate.release()
+        assert outcomes(await running) == ["LOADED"] * CHUNKS
+        assert engine.image.wrong_tokens(BLOCKS) == []
+        assert engine.image.untouched(BLOCKS)
+        server.check()
+        await fill_twice(server, other)
+        assert await other.hits(tokens) == 0
+
+
 # ---- field report 25 ------------------------------------------------------------------------------------------------
 
 
