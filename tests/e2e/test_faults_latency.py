@@ -94,7 +94,7 @@ def test_lookups_of_long_prompts(prompts: Prompts, kind: str) -> None:
         assert best[count] < CEILINGS_S[count], (count, first)
         assert statistics.median(first) < BUSY * CEILINGS_S[count], (count, first)
         assert statistics.median(again) <= best[count] / 5
-    assert best[MOST] < 2 * 8 * best[131_072]
+    assert best[MOST] < 4 * 8 * best[131_072]  # a quadratic cost would be 64 times as much
 
 
 def test_waiting_requests_cost_a_scheduling_step_nothing(prompts: Prompts) -> None:
