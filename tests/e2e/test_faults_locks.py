@@ -280,8 +280,9 @@ async def test_register_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
                 await other.worker.register(other.registration(), timeout_s=0.1)
         gate.release()
         await held
+        lanes = server.driver.hands.affinity.lanes
+        await until(lambda: [queued for _, _, queued in lanes()] == [0], 5, "the end of all work")
         await until(lambda: mapped(server) == 2, 5, "the end of the mappings")
-        assert [queued for _, _, queued in server.driver.hands.affinity.lanes()] == [0]
         assert outcomes(await other.store(tokens_of(2, TOKENS), BLOCKS)) == ["STORED"] * CHUNKS
 
 
