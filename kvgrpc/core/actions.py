@@ -41,7 +41,7 @@ class Direction(Enum):
     RETRIEVE = "retrieve"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every chunk, and a frozen one costs three times as much
 class Piece:
     """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
 

@@ -175,23 +175,25 @@ class Bookkeeper:
             checks.check_ranks(
                 registration, mate, facts.base, self.index.name_base(mate.identity).base if mate else b""
             )
-            self._check_geometry(client, registration.kv_rank, facts, object_bytes)
+            self._check_geometry(client, registration, facts, object_bytes)
             facts.object_bytes[registration.kv_rank] = object_bytes
+            facts.orders[registration.kv_rank] = registration.geometry.order
             self._give_up_memory(now, client)
             client.registration = registration
             client.registration_epoch += 1
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
-    def _check_geometry(self, client: Client, rank: int, facts: IdentityFacts, object_bytes: int) -> None:
-        """Objects of one space and rank have one length, for as long as anybody has or shares such objects."""
-        known = facts.object_bytes.get(rank, object_bytes)
-        if known == object_bytes:
+    def _check_geometry(self, client: Client, own: t.Registration, facts: IdentityFacts, object_bytes: int) -> None:
+        """Objects of one space and rank have one length and order, for as long as anybody has or shares such objects."""
+        rank, order = own.kv_rank, own.geometry.order
+        if (facts.object_bytes.get(rank, object_bytes), facts.orders.get(rank, order)) == (object_bytes, order):
             return
         in_use = any(space.table.chunks for space in self.index.spaces.values() if space.facts is facts)
         others = (other.registration for other in self.sessions.clients.values() if other is not client)
         shared = (r for r in others if r and r.kv_rank == rank and self.index.name_base(r.identity) is facts)
         if in_use or any(shared):
-            text = f"a chunk of this rank has {object_bytes} bytes here and {known} elsewhere in the same space"
+            known = f"{facts.object_bytes[rank]} bytes ({facts.orders[rank]})"
+            text = f"a chunk of this rank has {object_bytes} bytes ({order}) here, {known} elsewhere in the same space"
             raise Refusal(Reason.GEOMETRY_MISMATCH, text, field="groups")
 
     def unregister(self, now: int, client_id: str, engine_id: str) -> int | None:
@@ -204,12 +206,12 @@ class Bookkeeper:
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     def find_lookup(
-        self, now: int, client_id: str, engine_id: str, request_id: str, attempt: int
+        self, now: int, client_id: str, engine_id: str, request_id: str, attempt: int, fingerprint: int = 0
     ) -> t.LookupAnswer | None:
-        """The recorded answer of a lookup that is asked again."""
+        """The recorded answer of a lookup that is asked again. Refuses: INVALID_FIELD if it asks for something else."""
         engine = self.sessions.find_working(client_id, engine_id).engine
         job = engine.requests.get(request_id, {}).get(attempt)
-        return None if job is None else job.answer
+        return None if job is None else job.answer(fingerprint)
 
     def lookup(self, now: int, client_id: str, command: t.LookupCommand) -> t.LookupAnswer:
         """See the protocol. Refuses: NOT_ATTACHED, ENGINE_*, SPACE_UNKNOWN, RANK, TP_SIZE_MISMATCH, JOB_LIMIT, …"""
@@ -366,7 +368,8 @@ class Bookkeeper:
     def engine_idle(self, engine_id: str) -> bool:
         """No call of the engine runs and it has no jobs."""
         engine = self.sessions.engines.get(engine_id)
-        return engine is None or not (engine.jobs or any(client.queue for client in engine.clients.values()))
+        busy = engine is not None and (engine.jobs or any(client.queue for client in engine.clients.values()))
+        return not busy and all(client.engine.engine_id != engine_id for client in self.sessions.ending.values())
 
     def set_quota(self, cache_salt: str, size_bytes: int | None) -> None:
         """Most that a tenant may hold; None = no quota."""

@@ -17,7 +17,7 @@ from kvgrpc.core.eviction import Account, Eviction
 from kvgrpc.core.keys import space_base, space_digest
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot, Slots
-from kvgrpc.core.states import SlotState
+from kvgrpc.core.states import DOOMED, FREE, PINNED, READY, SETTLING, WRITING, SlotState
 from kvgrpc.core.types import Cleared, Priority, SpaceIdentity, SpaceRef
 
 
@@ -73,6 +73,7 @@ class IdentityFacts:
     clears: int = 0
     """Where new spaces begin to count: past those of spaces that were forgotten."""
     object_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    orders: dict[int, str] = field(default_factory=dict[int, str])
 
 
 class Space:
@@ -243,7 +244,7 @@ class Index:
             self.abort_object(chunk, kv_rank)
             return False
         chunk.writing &= ~(1 << kv_rank)
-        self.slots.move(slot, SlotState.READY)
+        self.slots.move(slot, READY)
         chunk.ready |= 1 << kv_rank
         chunk.ready_bytes += slot.taken_bytes
         if chunk.pins:
@@ -267,7 +268,7 @@ class Index:
         """Frees every complete object of a chunk that nobody uses, and forgets the chunk."""
         chunk.table.complete -= chunk.complete
         for kv_rank in list(chunk.slots):
-            self.slots.move(self._take_slot(chunk, kv_rank), SlotState.FREE)
+            self.slots.move(self._take_slot(chunk, kv_rank), FREE)
         if chunk.holds:
             self.held_bytes -= chunk.ready_bytes
         chunk.ready = chunk.ready_bytes = 0
@@ -293,7 +294,7 @@ class Index:
         cost = slots.cost_bytes(size_bytes)
         if cost > slots.total_bytes:
             return "OBJECT_TOO_LARGE"
-        if slots.bytes_by_state[SlotState.SETTLING] > slots.total_bytes * limits.settling_share:
+        if slots.bytes_by_state[SETTLING] > slots.total_bytes * limits.settling_share:
             return "SETTLING_LIMIT"
         turns = limits.victims_per_turn
         if account.quota_bytes is not None:
@@ -346,7 +347,7 @@ class Index:
     def _doom(self, chunk: Chunk) -> None:
         self.eviction.drop(chunk)
         for slot in chunk.slots.values():
-            self.slots.move(slot, SlotState.DOOMED)
+            self.slots.move(slot, DOOMED)
         if chunk.pins:
             self.pinned_bytes -= chunk.ready_bytes
         if chunk.holds:
@@ -356,9 +357,9 @@ class Index:
 
 def may_commit(chunk: Chunk, slot: Slot) -> bool:
     """Whether a complete object may be found: not after a Clear."""
-    return chunk.table.live and slot.state is SlotState.WRITING
+    return chunk.table.live and slot.state is WRITING
 
 
 def state_of(chunk: Chunk, slot: Slot) -> SlotState:
     """A slot's state with PINNED told apart from READY."""
-    return SlotState.PINNED if slot.state is SlotState.READY and chunk.pins else slot.state
+    return PINNED if slot.state is READY and chunk.pins else slot.state

@@ -11,7 +11,7 @@ from kvgrpc.core.index import Chunk, Table
 from kvgrpc.core.plans import Plan, RetrievePlan, StorePlan
 from kvgrpc.core.sessions import Client
 from kvgrpc.core.slots import Slot
-from kvgrpc.core.states import SlotState
+from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING, WRITING, SlotState
 from kvgrpc.core.types import Extent, Priority
 
 
@@ -19,7 +19,7 @@ def check(book: Bookkeeper) -> None:
     """Asserts everything."""
     chunks = {id(chunk): chunk for chunk in _chunks(book)}
     slots = {id(slot): slot for chunk in chunks.values() for slot in chunk.slots.values()}
-    settling = {id(slot): slot for slot in _in_flight(book) if slot.state is SlotState.SETTLING}
+    settling = {id(slot): slot for slot in _in_flight(book) if slot.state is SETTLING}
     _check_memory(book, [*slots.values(), *settling.values()])
     _check_chunks(book, list(chunks.values()))
     _check_uses(book, list(chunks.values()))
@@ -58,7 +58,7 @@ def _plans(book: Bookkeeper) -> Iterator[Plan]:
 
 
 def _held(plan: Plan) -> list[Chunk]:
-    return plan.held if isinstance(plan, StorePlan) else []
+    return plan.held or [] if isinstance(plan, StorePlan) else []
 
 
 def _pinned(plan: Plan) -> list[Chunk]:
@@ -77,7 +77,7 @@ def _check_memory(book: Bookkeeper, slots: list[Slot]) -> None:
     sums = Counter(dict.fromkeys(SlotState, 0))
     taken: list[Extent] = []
     for slot in slots:
-        assert slot.state is not SlotState.FREE, "a free slot is still in use"
+        assert slot.state is not FREE, "a free slot is still in use"
         sums[slot.state] += slot.taken_bytes
         assert sum(length for _, length in slot.extents) == slot.taken_bytes >= slot.size_bytes
         taken += slot.extents
@@ -89,7 +89,7 @@ def _check_memory(book: Bookkeeper, slots: list[Slot]) -> None:
         assert start >= end, f"two owners of the arena at {start}"
         end = start + length
     assert end <= table.total_bytes
-    sums[SlotState.FREE] = table.total_bytes - sum(sums.values())
+    sums[FREE] = table.total_bytes - sum(sums.values())
     assert dict(sums) == table.bytes_by_state, f"{dict(sums)} != {table.bytes_by_state}"
 
 
@@ -100,9 +100,9 @@ def _check_chunks(book: Bookkeeper, chunks: list[Chunk]) -> None:
         for rank, slot in chunk.slots.items():
             ready, writing = chunk.ready >> rank & 1, chunk.writing >> rank & 1
             assert ready + writing == 1, "an object is either complete or being written"
-            allowed = (SlotState.READY,) if ready else (SlotState.WRITING,)
-            assert slot.state in (*allowed, SlotState.DOOMED), slot.state
-            assert slot.state is not SlotState.DOOMED or not chunk.table.live
+            allowed = (READY,) if ready else (WRITING,)
+            assert slot.state in (*allowed, DOOMED), slot.state
+            assert slot.state is not DOOMED or not chunk.table.live
         assert chunk.ready | chunk.writing == sum(1 << rank for rank in chunk.slots)
         if chunk.table.live and chunk.ready:
             _check_queued(book, chunk)

@@ -44,6 +44,7 @@ class Job:
     table: Table
     lease: Lease
     keys: list[bytes]
+    fingerprint: int
     status: PrefetchStatus = field(default_factory=lambda: PrefetchStatus(False))
     prefetch: Prefetch | None = None
     cost_bytes: int = 0
@@ -51,8 +52,11 @@ class Job:
     record_end_ns: int = 0
     read_end_ns: int = 0
 
-    @property
-    def answer(self) -> LookupAnswer:
+    def answer(self, fingerprint: int) -> LookupAnswer:
+        """To a lookup that is asked again. Refuses: INVALID_FIELD when it asks for something else."""
+        if fingerprint != self.fingerprint:
+            text = "request_id and attempt name another prompt's lookup; end that request or use another attempt"
+            raise Refusal(Reason.INVALID_FIELD, text, field="request_id")
         return LookupAnswer(self.job_id, self.status)
 
 

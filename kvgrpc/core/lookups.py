@@ -47,7 +47,7 @@ class Lookups:
         engine, keys = client.engine, command.content.keys
         earlier = engine.requests.get(command.request_id, {}).get(command.attempt)
         if earlier is not None:
-            return earlier.answer
+            return earlier.answer(command.fingerprint)
         limits, counters = self._ledger.limits, self._ledger.counters
         checks.check_prefix(command.content, limits)
         facts = self._index.facts(command.space.space_base)
@@ -67,7 +67,7 @@ class Lookups:
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
         kept = list(keys if prefetches else keys[: len(found)])
         name = (command.job_id, command.request_id, command.attempt, command.tp_size)
-        job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
+        job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept, command.fingerprint)
         pinned = self._leases.fits(found)
         if pinned:
             for chunk in found:
@@ -78,7 +78,7 @@ class Lookups:
         counters["hit_tokens"] += len(found) * limits.chunk_tokens
         wait_ns = command.prefetch_wait_ns or limits.prefetch_wait_ns
         if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns):
-            return job.answer
+            return job.answer(command.fingerprint)
         limited_by = LIMIT if prefetches and not pinned else ""
         if not found:
             self._jobs.drop(job)

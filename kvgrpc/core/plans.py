@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvgrpc.core import types as t
 from kvgrpc.core.holds import Holds
@@ -21,6 +20,10 @@ from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import ChunkOutcome as Outcome
 
 AFTER_FAILURE = "AFTER_FAILURE"
+Known = tuple[Outcome, str]
+"""What became of a chunk, and why."""
+STORED, RESIDENT, BEING_WRITTEN = (Outcome.STORED, ""), (Outcome.RESIDENT, ""), (Outcome.BEING_WRITTEN, "")
+LOADED, MISSING, CLEARED = (Outcome.LOADED, ""), (Outcome.MISSING, ""), (Outcome.REFUSED, "CLEARED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Desk:
     holds: Holds
 
 
-class Flight(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Flight:
     """A piece in flight: bytes from ``offset`` on of chunk ``at``; ``last`` completes the chunk."""
 
     at: int
@@ -62,12 +66,13 @@ class Plan(ABC):
         self._kv_rank = registration.kv_rank
         self._chunk_tokens = desk.ledger.limits.chunk_tokens
         self._object_bytes = registration.geometry.object_bytes(self._chunk_tokens)
-        self._sizes = [group.block_size for group in registration.geometry.groups]
-        self._blocks = command.blocks
+        sizes = [group.block_size for group in registration.geometry.groups]
+        self._blocks = list(zip(command.blocks, sizes, strict=True))
+        self._zeros = (0,) * len(sizes)
         self._first = first
         self._at: int = first
         self._end = max(first, end)
-        self._outcomes: list[tuple[Outcome, str] | None] = [None] * (self._end - first)
+        self._outcomes: list[Known | None] = [None] * (self._end - first)
         self._open: tuple[Chunk, Slot] | None = None
         self._offset = 0
         """Bytes of the open chunk ``_at`` that were ordered in earlier slices."""
@@ -77,7 +82,7 @@ class Plan(ABC):
     def block_sets(self) -> tuple[frozenset[int], ...]:
         """The blocks of the call, by KV group."""
         tokens = self._range.end - self._range.start
-        return tuple(frozenset(ids[: tokens // size]) for ids, size in zip(self._blocks, self._sizes, strict=True))
+        return tuple(frozenset(ids[: tokens // size]) for ids, size in self._blocks)
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -108,11 +113,14 @@ class Plan(ABC):
 
     def _piece(self, slot: Slot, until: int) -> t.Piece:
         """The part of the open chunk that lies in the range, cut to bytes [``_offset``, ``until``)."""
-        base = self._at * self._chunk_tokens - self._range.start
-        start, end = max(base, 0), min(base + self._chunk_tokens, self._range.end - self._range.start)
-        first = [(start - base) // size for size in self._sizes]
-        ids = [ids[start // size : end // size] for ids, size in zip(self._blocks, self._sizes, strict=True)]
-        return t.Piece(self._at, slot.extents, (self._offset, until), tuple(first), tuple(ids))
+        base, first = self._at * self._chunk_tokens - self._range.start, self._zeros
+        start, end = base, base + self._chunk_tokens
+        if start < 0:
+            start, first = 0, tuple([-base // size for _, size in self._blocks])
+        if self._at == self._end - 1:
+            end = min(end, self._range.end - self._range.start)
+        ids = tuple([ids[start // size : end // size] for ids, size in self._blocks])
+        return t.Piece(self._at, slot.extents, (self._offset, until), first, ids)
 
     # ---- report -----------------------------------------------------------------------------------------------------
 
@@ -124,9 +132,9 @@ class Plan(ABC):
     def abandon(self) -> None:
         """The call was revoked while a slice is in flight."""
 
-    def _set(self, at: int, outcome: Outcome, reason: str = "", count: int = 1) -> None:
+    def _set(self, at: int, known: Known, count: int = 1) -> None:
         start = at - self._first
-        self._outcomes[start : start + count] = [(outcome, reason)] * count
+        self._outcomes[start : start + count] = [known] * count
 
     def stop(self, reason: str) -> None:
         """What has no outcome yet will not be copied."""
@@ -151,8 +159,8 @@ class Plan(ABC):
 class StorePlan(Plan):
     """Copies the full chunks of a range into the arena.
 
-    Slots are reserved slice by slice. Every chunk that the call stored or found stays in use until the call ends, so a
-    store never evicts its own head to make room for its tail.
+    Slots are reserved slice by slice. Every chunk of the prefix that the call stored or found is in use until it ends,
+    so a store never evicts its own head to make room for its tail.
     """
 
     direction = t.Direction.STORE
@@ -168,43 +176,48 @@ class StorePlan(Plan):
         self._space = space
         self._table = space.table
         self._refusal = ""
-        self.held: list[Chunk] = []
+        self.held: list[Chunk] | None = None
 
     def _open_next(self) -> tuple[Chunk, Slot] | None:
+        if self.held is None:
+            self.held = []
+            for key in self._keys[: self._first - self._first_key] if self._table.live else ():
+                if (chunk := self._table.chunks.get(key)) is not None:
+                    self._hold(chunk, self.held)
         while self._at < self._end:
-            opened = self._reserve(self._keys[self._at - self._first_key])
+            opened = self._reserve(self._keys[self._at - self._first_key], self.held)
             if opened is not None:
                 return opened
             self._at += 1
         return None
 
-    def _reserve(self, key: bytes) -> tuple[Chunk, Slot] | None:
+    def _reserve(self, key: bytes, held: list[Chunk]) -> tuple[Chunk, Slot] | None:
         """A slot for the chunk at hand; None when it needs none or gets none, and its outcome is known."""
         index = self._desk.index
         if self._policy.no_store:
-            return self._set(self._at, Outcome.REFUSED, "NO_STORE")
+            return self._set(self._at, (Outcome.REFUSED, "NO_STORE"))
         if self._cleared or not self._table.live:
-            return self._set(self._at, Outcome.REFUSED, "CLEARED")
+            return self._set(self._at, CLEARED)
         chunk = self._table.chunks.get(key)
         if chunk is not None:
             if chunk.writing >> self._kv_rank & 1:
-                return self._set(self._at, Outcome.BEING_WRITTEN)
-            self._hold(chunk)  # or making room might evict what other ranks have of it
+                return self._set(self._at, BEING_WRITTEN)
+            self._hold(chunk, held)  # or making room might evict what other ranks have of it
             if chunk.ready >> self._kv_rank & 1:
-                return self._set(self._at, Outcome.RESIDENT)
+                return self._set(self._at, RESIDENT)
         slot = self._refusal or index.reserve(self._space, self._object_bytes)
         if isinstance(slot, str):
             self._refusal = slot
-            return self._set(self._at, Outcome.REFUSED, slot)
+            return self._set(self._at, (Outcome.REFUSED, slot))
         fresh = chunk is None
         chunk = index.begin_object(self._table, key, self._kv_rank, slot, self._policy.priority)
         if fresh:
-            self._hold(chunk)
+            self._hold(chunk, held)
         return chunk, slot
 
-    def _hold(self, chunk: Chunk) -> None:
+    def _hold(self, chunk: Chunk, held: list[Chunk]) -> None:
         chunk.writes += 1
-        self.held.append(chunk)
+        held.append(chunk)
 
     def next_slice(self) -> tuple[t.Piece, ...]:
         """As for every plan; the slots are reserved now."""
@@ -223,12 +236,12 @@ class StorePlan(Plan):
         for flight in flights[: report.completed]:
             if flight.last:
                 if self._desk.index.commit_object(flight.chunk, self._kv_rank):
-                    self._set(flight.at, Outcome.STORED)
+                    self._set(flight.at, STORED)
                 else:
-                    self._set(flight.at, Outcome.REFUSED, "CLEARED")
+                    self._set(flight.at, CLEARED)
         if report.completed >= len(flights):
             return True
-        self._set(flights[report.completed].at, Outcome.TORN if report.torn else Outcome.FAILED, report.reason)
+        self._set(flights[report.completed].at, (Outcome.TORN if report.torn else Outcome.FAILED, report.reason))
         for flight in flights[report.completed :]:
             self._abort(flight.chunk, flight.slot)
         self.stop(AFTER_FAILURE)
@@ -256,14 +269,15 @@ class StorePlan(Plan):
         index.use(table, keys, self._policy.priority)
         if self._policy.retention_ns and table.live:
             self._retain(now, keys)
-        for chunk in self.held:
+        for chunk in self.held or ():
             index.end_write(chunk)
-        self.held = []
-        for known, count in Counter(self._outcomes).items():
-            if known is not None and known[0] is Outcome.STORED:
-                self._desk.ledger.counters["stored_chunks"] += count
-            elif known is not None and known[0] is Outcome.REFUSED:
-                self._desk.ledger.counters[f"refused_{known[1].lower()}"] += count
+        self.held = None
+        counters = self._desk.ledger.counters
+        for result in self.results():
+            if result.outcome is Outcome.STORED:
+                counters["stored_chunks"] += result.count
+            elif result.outcome is Outcome.REFUSED:
+                counters[f"refused_{result.reason.lower()}"] += result.count
 
     def _retain(self, now: int, keys: Sequence[bytes]) -> None:
         """Holds the complete chunks of the prefix; those that other ranks still fill, the last rank's store holds."""
@@ -329,9 +343,9 @@ class RetrievePlan(Plan):
         if not pieces:
             hit = min(max(len(self._keys), self._at), self._end)
             if self._at < hit:
-                self._set(self._at, Outcome.MISSING)
-                self._set(self._at + 1, Outcome.FAILED, AFTER_FAILURE, hit - self._at - 1)
-            self._set(hit, Outcome.MISSING, "", self._end - hit)
+                self._set(self._at, MISSING)
+                self._set(self._at + 1, (Outcome.FAILED, AFTER_FAILURE), hit - self._at - 1)
+            self._set(hit, MISSING, self._end - hit)
             self._at = self._end
         return pieces
 
@@ -341,12 +355,12 @@ class RetrievePlan(Plan):
         for flight in flights[: report.completed]:
             if flight.last:
                 finish_read(self._desk.leases, self._job, flight.at, self._bit)
-                self._set(flight.at, Outcome.LOADED)
+                self._set(flight.at, LOADED)
         if report.completed >= len(flights):
             return True
         broken = flights[report.completed]
         torn = report.torn or broken.offset > 0
-        self._set(broken.at, Outcome.TORN if torn else Outcome.FAILED, report.reason)
+        self._set(broken.at, (Outcome.TORN if torn else Outcome.FAILED, report.reason))
         self._offset = 0
         self.stop(AFTER_FAILURE)
         return False
@@ -357,7 +371,7 @@ class RetrievePlan(Plan):
     def stop(self, reason: str) -> None:
         """As for every plan; a chunk of which a part was loaded is torn."""
         if self._offset:
-            self._set(self._at, Outcome.TORN, reason)
+            self._set(self._at, (Outcome.TORN, reason))
         super().stop(reason)
 
     def finish(self, now: int) -> None:
@@ -369,6 +383,6 @@ class RetrievePlan(Plan):
         self.pinned = None
         self._desk.jobs.unpinned(self._job, now)
         counters = self._desk.ledger.counters
-        loaded = sum(known == (Outcome.LOADED, "") for known in self._outcomes)
+        loaded = sum(known == LOADED for known in self._outcomes)
         counters["loaded_chunks"] += loaded
         counters["failed_chunks"] += max(min(self._end, len(self._keys)) - self._first - loaded, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from kvgrpc.core.states import TRANSITIONS, SlotState
+from kvgrpc.core.states import FREE, SETTLING, TRANSITIONS, WRITING, SlotState
 from kvgrpc.core.types import Extent
 
 SLAB_ALIGN_BYTES = 64
@@ -25,7 +25,7 @@ class Slot:
     taken_bytes: int
     extents: tuple[Extent, ...]
     slab: _Slab | None = None
-    state: SlotState = SlotState.FREE
+    state: SlotState = FREE
     in_flight: bool = False
     """A copy that fills this slot was launched and has not been reported."""
 
@@ -114,7 +114,7 @@ class Slots:
         self.pages = _Pages(arena_bytes // page_bytes)
         self.bytes_by_state = dict.fromkeys(SlotState, 0)
         """PINNED stays 0 here: its bytes are a part of READY, counted by the index."""
-        self.bytes_by_state[SlotState.FREE] = self.total_bytes
+        self.bytes_by_state[FREE] = self.total_bytes
         self._slabs: dict[int, dict[_Slab, None]] = {}
         """Slabs with a free place, by the size of their places."""
 
@@ -134,7 +134,7 @@ class Slots:
             extents = None if pages is None else tuple((start * size, count * size) for start, count in pages)
             slot = None if extents is None else Slot(size_bytes, cost, extents)
         if slot is not None:
-            self.move(slot, SlotState.WRITING)
+            self.move(slot, WRITING)
         return slot
 
     def _from_slab(self, size_bytes: int, cost: int) -> Slot | None:
@@ -158,19 +158,19 @@ class Slots:
         self.bytes_by_state[slot.state] -= slot.taken_bytes
         self.bytes_by_state[state] += slot.taken_bytes
         slot.state = state
-        if state is SlotState.FREE:
+        if state is FREE:
             self._give_back(slot)
 
     def abort(self, slot: Slot) -> None:
         """Ends the writing of a slot that will not be committed: its memory is free now, or settles while a copy is in
         flight; ``settled`` ends that."""
-        self.move(slot, SlotState.SETTLING if slot.in_flight else SlotState.FREE)
+        self.move(slot, SETTLING if slot.in_flight else FREE)
 
     def settled(self, slot: Slot) -> None:
         """The copy that filled this slot has been reported."""
         slot.in_flight = False
-        if slot.state is SlotState.SETTLING:
-            self.move(slot, SlotState.FREE)
+        if slot.state is SETTLING:
+            self.move(slot, FREE)
 
     def _give_back(self, slot: Slot) -> None:
         slab = slot.slab

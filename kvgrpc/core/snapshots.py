@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvgrpc.core.index import Index
 from kvgrpc.core.keys import fingerprint
 from kvgrpc.core.sessions import Client, Sessions
-from kvgrpc.core.states import SlotState
+from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING, WRITING
 from kvgrpc.core.types import ArenaStatus, ClientStatus, EngineStatus, SpaceStatus
 
 
@@ -15,12 +15,12 @@ def arena(index: Index) -> ArenaStatus:
     by_state = index.slots.bytes_by_state
     return ArenaStatus(
         total_bytes=index.slots.total_bytes,
-        free_bytes=by_state[SlotState.FREE],
-        writing_bytes=by_state[SlotState.WRITING],
-        ready_bytes=by_state[SlotState.READY] - index.pinned_bytes,
+        free_bytes=by_state[FREE],
+        writing_bytes=by_state[WRITING],
+        ready_bytes=by_state[READY] - index.pinned_bytes,
         pinned_bytes=index.pinned_bytes,
-        doomed_bytes=by_state[SlotState.DOOMED],
-        settling_bytes=by_state[SlotState.SETTLING],
+        doomed_bytes=by_state[DOOMED],
+        settling_bytes=by_state[SETTLING],
         held_bytes=index.held_bytes,
     )
 

@@ -96,9 +96,13 @@ class GroupGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the core knows of a layout: enough to count blocks and bytes, nothing of strides."""
+    """What the core knows of a layout: enough to count blocks and bytes, nothing of strides.
+
+    ``order`` says in which order an object holds its runs: objects of equal order and length mean the same bytes.
+    """
 
     groups: tuple[GroupGeometry, ...]
+    order: str = ""
 
     def object_bytes(self, chunk_tokens: int) -> int:
         return sum(chunk_tokens // g.block_size * g.block_bytes for g in self.groups)
@@ -166,6 +170,8 @@ class LookupCommand:
     kv_ranks: tuple[int, ...] = ()
     prefetch_wait_ns: int = 0
     policy: Policy = DEFAULT_POLICY
+    fingerprint: int = 0
+    """Of space, content and ranks: a repeat must ask for the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,15 @@ def test_a_store_whose_head_another_call_writes_leaves_no_tail_younger_than_it()
     assert present(e, "a") == [0, 1, 2]
 
 
+def test_a_store_never_evicts_the_prefix_before_its_range():
+    desk = Desk(chunks=8)
+    e = desk.engine()
+    e.store("a", 4)
+    e.store("x", 4)
+    assert e.store("a", 10, start=4 * CHUNK) == "4 STORED, 2 REFUSED NO_ROOM"
+    assert (present(e, "a", 10), present(e, "x")) == ([0, 1, 2, 3, 4, 5, 6, 7], [])
+
+
 def test_the_end_of_a_hold_makes_nothing_younger():
     desk = Desk(chunks=8)
     e = desk.engine()
