@@ -220,13 +220,15 @@ class Engine:
             raise PromiseError(f"{client.client_id} is refused: {refusal}")
 
     def check_job_refusal(self, refusal: Refusal, lease: Lease, client: Client) -> None:
+        if refusal.reason is Reason.READER_UNKNOWN and not lease.readers_known:
+            return
         if refusal.reason is not Reason.JOB_UNKNOWN:
             self.check_refusal(refusal, client, GONE)
         elif lease.must_be_known(self.hands.loop.now):
             raise PromiseError("a job with live pins is unknown")
 
     def check_call_refusal(self, refusal: Refusal, worker: Client, call: Call) -> None:
-        if refusal.reason is Reason.JOB_UNKNOWN and call.lease is not None:
+        if refusal.reason in (Reason.JOB_UNKNOWN, Reason.READER_UNKNOWN) and call.lease is not None:
             self.check_job_refusal(refusal, call.lease, worker)
         else:
             self.check_refusal(refusal, worker, REFUSED_CALLS)

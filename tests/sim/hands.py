@@ -65,11 +65,12 @@ class Hands:
         self.sessions: dict[str, Signal] = {}
         self.draining: set[str] = set()
         self.closing = False
-        self.check_every = 4
+        self.check_every = 8
         """The core's invariants cost more than the whole world, and what breaks them rarely heals; 0: not at all."""
         self.asks = 0
-        self.reserved_at = 0
-        """The last contact that may have evicted something to make room."""
+        self.evicted_at = 0
+        """The last contact that made room by evicting something."""
+        self._evicted = 0
         self._wake_at = 0
         self._ticks_at = (0, 0)
         self._mappings = 0
@@ -89,10 +90,10 @@ class Hands:
         if self.check_every and self.asks % self.check_every == 0:
             invariants.check(self._bare)
         self.watch.step()
-        actions = self.book.drain()
-        if any(isinstance(action, (RunSlice, ReadTier)) for action in actions):
-            self.reserved_at = self.asks
-        for action in actions:
+        evicted = self.book.counters["evicted_chunks"]
+        if evicted != self._evicted:
+            self._evicted, self.evicted_at = evicted, self.asks
+        for action in self.book.drain():
             self._carry_out(action)
         self._plan_wake()
 

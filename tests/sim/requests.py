@@ -77,7 +77,8 @@ class Request:
             self.engine.engine_id, self.name, answer.job_id, self.space, version, self.prompt.keys,
             tuple(range(kind.kv_world_size)), kind.readers, now + self.hands.limits.lease_ns,
         )  # fmt: skip
-        lease.over = not client.attached
+        lease.readers_known = any(worker.registered and worker.attached for worker in self.engine.workers)
+        lease.over = not client.attached or not lease.readers_known
         if answer.job_id:
             self.engine.leases[answer.job_id] = lease
         if self.rng.random() < 0.2:

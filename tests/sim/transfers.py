@@ -236,7 +236,7 @@ class Transfers:
         scheduler, chunks = engine.scheduler, leading_chunks(call)
         if (
             call.answered_at != hands.asks
-            or hands.reserved_at == hands.asks
+            or hands.evicted_at == hands.asks
             or engine.kind.kv_world_size != 1
             or call.version != call.space.version
         ):

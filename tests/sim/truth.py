@@ -52,6 +52,8 @@ class Lease:
     hit_chunks: int = -1
     pinned: bool = False
     over: bool = False
+    readers_known: bool = True
+    """Some worker shared memory when the lookup was made; else one reader an object was assumed."""
     left: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     status: PrefetchStatus | None = None
 
