@@ -111,9 +111,8 @@ class Bookkeeper:
                 client.attached = True
                 self.sessions.broken.pop(client_id, None)
                 return True
-            if client.attached:
-                raise Refusal(Reason.CLIENT_EXISTS, "another live process has this client id", resource=client_id)
-            self._end_session(now, client)
+            if not client.attached:
+                self._end_session(now, client)
         self.sessions.open(client_id, engine_id, role, session_id)
         return False
 
@@ -172,9 +171,8 @@ class Bookkeeper:
         if changed:
             mates = (other.registration for other in client.engine.clients.values() if other is not client)
             mate = next((one for one in mates if one is not None), None)
-            checks.check_ranks(
-                registration, mate, facts.base, self.index.name_base(mate.identity).base if mate else b""
-            )
+            mate_base = self.index.name_base(mate.identity).base if mate else b""
+            checks.check_ranks(registration, mate, facts.base, mate_base)
             self._check_geometry(client, registration, facts, object_bytes)
             facts.object_bytes[registration.kv_rank] = object_bytes
             facts.orders[registration.kv_rank] = registration.geometry.order
@@ -184,7 +182,8 @@ class Bookkeeper:
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
     def _check_geometry(self, client: Client, own: t.Registration, facts: IdentityFacts, object_bytes: int) -> None:
-        """Objects of one space and rank have one length and order, for as long as anybody has or shares such objects."""
+        """Objects of one space and rank have one length and order while anybody has or shares such. When that changes,
+        old lookups end: what a cleared space still pins for them has the other form."""
         rank, order = own.kv_rank, own.geometry.order
         if (facts.object_bytes.get(rank, object_bytes), facts.orders.get(rank, order)) == (object_bytes, order):
             return
@@ -195,6 +194,8 @@ class Bookkeeper:
             known = f"{facts.object_bytes[rank]} bytes ({facts.orders[rank]})"
             text = f"a chunk of this rank has {object_bytes} bytes ({order}) here, {known} elsewhere in the same space"
             raise Refusal(Reason.GEOMETRY_MISMATCH, text, field="groups")
+        for job in [job for job in self.jobs.jobs.values() if job.space.facts is facts]:
+            self.lookups.end(job)
 
     def unregister(self, now: int, client_id: str, engine_id: str) -> int | None:
         """Takes memory back: the mapping whose Unmap will come out; None when nothing is registered."""
@@ -234,14 +235,10 @@ class Bookkeeper:
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 
-    def _registered(self, client: Client) -> t.Registration:
-        if client.registration is None:
-            raise Refusal(Reason.NOT_REGISTERED, "this client shares no memory; call RegisterKvCache first")
-        return client.registration
-
     def _check_space(self, registration: t.Registration, base: bytes) -> None:
         if self.index.name_base(registration.identity).base != base:
-            raise Refusal(Reason.SPACE_MISMATCH, "not the registered space_base", field="space.space_base")
+            text = "the space_base is not the one that this client registered"
+            raise Refusal(Reason.SPACE_MISMATCH, text, field="space.space_base")
 
     def store(self, now: int, client_id: str, command: t.StoreCommand) -> tuple[t.ChunkResult, ...] | None:
         """Results, or None: they come by CallEnded. Refuses: see the protocol."""
@@ -251,7 +248,7 @@ class Bookkeeper:
         repeat = self.calls.find_repeat(client, command.call_id, hash(asked))
         if repeat is not None:
             return repeat.results
-        registration = self._registered(client)
+        registration = client.sharing()
         checks.check_store(command, registration, self.limits)
         self._check_space(registration, self.index.facts(command.space.space_base).base)
         self.ledger.counters["stores"] += 1
@@ -265,7 +262,7 @@ class Bookkeeper:
         repeat = self.calls.find_repeat(client, command.call_id, asked)
         if repeat is not None:
             return repeat.results
-        registration = self._registered(client)
+        registration = client.sharing()
         checks.check_call_id(command.call_id)
         checks.check_range(command.range, registration, self.limits)
         checks.check_blocks(command.blocks, command.range, registration)

@@ -36,6 +36,7 @@ class Job:
     request_id: str
     attempt: int
     tp_size: int
+    fingerprint: int
     priority: Priority
     engine: Engine
     owner: str
@@ -44,7 +45,6 @@ class Job:
     table: Table
     lease: Lease
     keys: list[bytes]
-    fingerprint: int
     status: PrefetchStatus = field(default_factory=lambda: PrefetchStatus(False))
     prefetch: Prefetch | None = None
     cost_bytes: int = 0
@@ -120,9 +120,10 @@ class Jobs:
         else:
             self._finish(job)
 
-    def unpinned(self, job: Job, now: int) -> None:
-        """Call after pins of a final job were released: when none are left, the record starts to age."""
-        if job in self.leased and not any(job.lease.remaining):
+    def unpinned(self, job: Job, now: int, *, freed: bool = False) -> None:
+        """Call after pins of a job were released: when it is final and none are left, the record starts to age.
+        ``freed``: nobody wants it any more, whether it was pinned or not."""
+        if (freed or job in self.leased) and job.status.done and not any(job.lease.remaining) and job not in self.read:
             job.read_end_ns = now + self._ledger.limits.read_record_ns
             self.read[job] = None
             self._finish(job)

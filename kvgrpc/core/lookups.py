@@ -66,8 +66,8 @@ class Lookups:
         space = self._index.space(command.space)
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
         kept = list(keys if prefetches else keys[: len(found)])
-        name = (command.job_id, command.request_id, command.attempt, command.tp_size)
-        job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept, command.fingerprint)
+        name = (command.job_id, command.request_id, command.attempt, command.tp_size, command.fingerprint)
+        job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
         if pinned:
             for chunk in found:
@@ -86,7 +86,7 @@ class Lookups:
         del job.keys[len(found) :]
         hit_tokens = len(found) * limits.chunk_tokens
         self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, {"l1": len(found)}, limited_by), now)
-        return job.answer
+        return job.answer(command.fingerprint)
 
     def free(self, now: int, job: Job, command: FreeCommand) -> int:
         """Releases pins of one job; how many. What reaches the end of a pending job, for all readers, ends its
@@ -101,8 +101,9 @@ class Lookups:
         start, end = (-(-tokens.start // chunk_tokens), tokens.end // chunk_tokens) if tokens else (0, len(job.keys))
         if job.prefetch is not None and not command.readers and end >= len(job.keys):
             self._prefetcher.finish(job, now)
+        freed = mask == lease.full and start <= 0 and end >= len(job.keys)
         released = self._leases.release(lease, start, end, mask)
-        self._jobs.unpinned(job, now)
+        self._jobs.unpinned(job, now, freed=freed)
         return released
 
     def end(self, job: Job) -> int:

@@ -332,10 +332,7 @@ class RetrievePlan(Plan):
             chunk = lease.chunks[at]
         else:
             chunk = table.chunks.get(self._keys[at]) if table.live else None
-        if chunk is None or not chunk.ready >> self._kv_rank & 1:
-            return None
-        # after a Clear another geometry may have been registered for the space
-        return chunk if chunk.slots[self._kv_rank].size_bytes == self._object_bytes else None
+        return chunk if chunk is not None and chunk.ready >> self._kv_rank & 1 else None
 
     def next_slice(self) -> tuple[t.Piece, ...]:
         """As for every plan. What is not there is missing, and all past the hit; between them nothing is tried."""

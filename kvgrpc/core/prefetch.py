@@ -153,8 +153,6 @@ class Prefetcher:
             return None
         tier, name = where[at, rank]
         index, limits = self._index, self._ledger.limits
-        if job.space.facts.object_bytes[rank] != name.size_bytes:
-            return None  # the geometry changed since the tiers were asked
         reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
         slot: Slot | str = LIMIT
         if reading <= index.slots.total_bytes * limits.prefetch_share and self._leases.fits([], reading):

@@ -59,6 +59,12 @@ class Client:
     unmaps: list[int] = field(default_factory=list[int])
     """Mappings to give up when no slice is in flight."""
 
+    def sharing(self) -> Registration:
+        """Refuses: NOT_REGISTERED."""
+        if self.registration is None:
+            raise Refusal(Reason.NOT_REGISTERED, "this client shares no memory; call RegisterKvCache first")
+        return self.registration
+
 
 class Sessions:
     """Engines and clients by name."""
@@ -73,7 +79,10 @@ class Sessions:
         would not know the call whose copy still runs, and would fence it in vain."""
 
     def open(self, client_id: str, engine_id: str, role: Role, session_id: bytes) -> None:
-        """A new session. Refuses: ENGINE_DRAINING, CLIENT_EXISTS while a copy of an earlier one runs, CLIENT_LIMIT."""
+        """A new session. Refuses: ENGINE_DRAINING, CLIENT_LIMIT, CLIENT_EXISTS: one lives, or a copy of one runs."""
+        if client_id in self.clients:
+            text = "another live process is attached with this client id; give each process its own"
+            raise Refusal(Reason.CLIENT_EXISTS, text, resource=client_id)
         engine = self.engines.get(engine_id)
         if engine is not None:
             self._check_draining(engine)

@@ -11,7 +11,7 @@ from kvgrpc.core import types as t
 from kvgrpc.core.errors import Reason
 from kvgrpc.core.keys import object_name, space_digest
 from kvgrpc.core.types import Cleared, SliceReport
-from tests.core.desk import CHUNK, OBJECT, Desk, EngineDesk, refused
+from tests.core.desk import CHUNK, OBJECT, Desk, EngineDesk, refused, show
 
 FREE = "64 free"
 
@@ -160,6 +160,16 @@ def test_a_store_queued_before_and_begun_after_is_refused(forget: Forget):
     desk.run_copies()
     assert e.ended(queued) == "2 REFUSED CLEARED"
     assert e.hits("b", 2) == 0
+
+
+def test_a_store_whose_keys_were_made_across_a_clear_stores_nothing():
+    desk, e = stored(chunks=2)
+    content, tokens = e.content("a", 4), t.TokenRange(0, 64)
+    command = t.StoreCommand(e.engine_id, 900, e.space, content, tokens, (range(16),), cleared=True)
+    results = desk.book.store(desk.now, e.worker(0), command)
+    desk.step()
+    assert show(results) == "4 REFUSED CLEARED"
+    assert e.hits("a") == 2
 
 
 def test_the_same_chunk_is_stored_anew_while_the_old_copy_runs(forget: Forget):

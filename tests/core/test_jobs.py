@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvgrpc.core import types as t
@@ -41,6 +43,21 @@ def test_a_repeat_gets_the_same_job_and_answer_whatever_happened_since():
     assert e.end("r") == Ended(0, 0)
     assert e.end("never") == Ended(0, 0)
     assert e.lookup("a", 8, request="r").job_id not in (first.job_id, fresh.job_id)
+
+
+def test_a_repeat_that_asks_for_another_prompt_is_refused():
+    desk, e = stored()
+    ask = t.LookupCommand(e.engine_id, "r", 0, e.space, e.content("a", 4), 1, b"j" * 16, fingerprint=1)
+    first = desk.book.lookup(0, e.scheduler, ask)
+    for again in (
+        lambda: desk.book.lookup(0, e.scheduler, replace(ask, fingerprint=2)),
+        lambda: desk.book.find_lookup(0, e.scheduler, e.engine_id, "r", 0, 2),
+    ):
+        with refused(Reason.INVALID_FIELD):
+            again()
+    assert (
+        desk.book.lookup(0, e.scheduler, ask) == desk.book.find_lookup(0, e.scheduler, e.engine_id, "r", 0, 1) == first
+    )
 
 
 def test_request_ids_belong_to_their_engine():

@@ -237,6 +237,8 @@ def test_nobody_wants_it_before_the_tiers_have_answered(how: str):
     if how == "free":
         assert e.free(job) == 0
         assert e.query(job).done
+        desk.pass_time(desk.limits.read_record_ns)
+        assert desk.counts.jobs == 0
     else:
         e.end("r")
     desk.answer_probe("disk")

@@ -292,14 +292,20 @@ def test_objects_of_one_space_and_rank_have_one_length_while_anybody_has_or_shar
     assert desk.states() == "60 free, 4 ready"
 
 
-def test_what_was_pinned_before_a_clear_is_not_copied_with_another_length():
+@pytest.mark.parametrize("change", [{"geometry": t.Geometry((t.GroupGeometry(BLOCK, 1024, 512),))}, {"order": "other"}])
+def test_what_was_pinned_before_a_clear_is_not_copied_in_another_form(change: dict[str, object]):
     desk = Desk(limits=t.CoreLimits(pin_share=1.0))
     e = desk.engine()
     e.store("a", 2)
     job = e.lookup("a", 2)
     e.clear()
-    e.share(0, geometry=t.Geometry((t.GroupGeometry(BLOCK, 1024, 512),)))
-    assert e.retrieve(job) == "1 MISSING, 1 FAILED AFTER_FAILURE"
+    if "order" in change:
+        change = {"geometry": replace(e.registration().geometry, **change)}
+    e.share(0, **change)
+    with refused(Reason.JOB_UNKNOWN):
+        e.retrieve(job, end=BLOCK)
+    desk.pass_time(t.MS)
+    assert desk.states() == FREE
 
 
 def test_engines_see_each_others_data_only_in_equal_spaces():
