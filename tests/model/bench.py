@@ -182,8 +182,9 @@ class Bench:
             assert member.mapping_id in self.ended_mappings, "the session ended, its memory is still mapped"
         member.ended, member.mapping_id = True, 0
         if not member.is_worker:
-            self.oracle.end_jobs(self.engine_of(member.client_id).name)
-            self.pending.clear()
+            engine = self.engine_of(member.client_id).name
+            self.oracle.end_jobs(engine)
+            self.pending = {job_id: job for job_id, job in self.pending.items() if job.engine != engine}
         for call in self.oracle.calls.values():
             assert call.client != member.client_id or call.results is not None, "a call of a dead client never ends"
 
