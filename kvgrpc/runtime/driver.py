@@ -92,6 +92,8 @@ class Driver:
         """Range alignment of each registered client, in tokens."""
         self.forgets = 0
         """Clears and new generations so far: a Store whose keys are made meanwhile began before them."""
+        self.mapped: dict[int, str] = {}  # every open mapping of a registration, and its client
+        self.current: dict[str, int] = {}  # the mapping in force of each registered client
         self._calls: dict[CallKey, set[asyncio.Future[tuple[ChunkResult, ...]]]] = {}
         self._jobs: dict[bytes, set[asyncio.Future[None]]] = {}
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
@@ -197,12 +199,16 @@ class Driver:
         if not waiters and self._jobs.get(job_id) is waiters:
             del self._jobs[job_id]
 
-    async def wait_unmapped(self, mapping_id: int) -> None:
-        """Returns when nothing of this mapping is open any more."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._unmaps.setdefault(mapping_id, set()).add(future)
+    async def wait_unmapped(self, client_id: str) -> None:
+        """Returns when nothing of the client's memory is open any more, but for the registration in force."""
+        futures: list[asyncio.Future[None]] = []
+        for mapping_id, owner in self.mapped.items():
+            if owner == client_id and mapping_id != self.current.get(client_id):
+                futures.append(self._loop.create_future())
+                self._unmaps.setdefault(mapping_id, set()).add(futures[-1])
         self.pump()
-        await future
+        if futures:
+            await asyncio.wait(futures)
 
     async def wait_pulse(self, timeout_s: float) -> None:
         """Returns when something has happened, or after the time."""
@@ -272,6 +278,7 @@ class Driver:
             case SessionEnded(client_id):
                 self.hands.affinity.release(client_id)
                 self.block_sizes.pop(client_id, None)
+                self.current.pop(client_id, None)
                 ended = self._streams.pop(client_id, None)
                 if ended is not None:
                     ended.put_nowait(None)
@@ -299,6 +306,7 @@ class Driver:
         error = done.exception()
         if error is not None:
             log.error("unmap failed", mapping_id=mapping_id, exc_info=error)
+        self.mapped.pop(mapping_id, None)
         for waiter in self._unmaps.pop(mapping_id, ()):
             if not waiter.done():
                 waiter.set_result(None)

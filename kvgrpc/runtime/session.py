@@ -122,10 +122,13 @@ class DriverSession:
         except Refusal:
             self._submit(driver.hands.mover.unmap, mapping_id)
             raise
-        if not registered.changed:
+        if registered.changed:
+            driver.mapped[mapping_id] = self._client_id
+            driver.current[self._client_id] = mapping_id
+            driver.block_sizes[self._client_id] = geometry.block_size
+        else:
             await asyncio.shield(asyncio.wrap_future(self._submit(driver.hands.mover.unmap, mapping_id)))
-        driver.block_sizes[self._client_id] = geometry.block_size
-        driver.pump()
+        await driver.wait_unmapped(self._client_id)
         return api.RegisterAnswer(
             space_base=registered.space_base,
             chunk_tokens=driver.limits.chunk_tokens,
@@ -157,16 +160,17 @@ class DriverSession:
 
     async def unregister(self, engine_id: str) -> None:
         driver = self._driver
-        mapping_id = driver.book.unregister(driver.now(), self._client_id, engine_id)
-        if mapping_id is not None:
-            await driver.wait_unmapped(mapping_id)
+        driver.book.unregister(driver.now(), self._client_id, engine_id)
+        driver.current.pop(self._client_id, None)
+        await driver.wait_unmapped(self._client_id)
 
     # ---- lookup -----------------------------------------------------------------------------------------------------
 
     async def lookup(self, request: api.LookupRequest) -> LookupAnswer:
         driver = self._driver
+        fingerprint = lookup_fingerprint(request)
         earlier = driver.book.find_lookup(
-            driver.now(), self._client_id, request.engine_id, request.request_id, request.attempt
+            driver.now(), self._client_id, request.engine_id, request.request_id, request.attempt, fingerprint
         )
         if earlier is not None:
             return earlier
@@ -185,6 +189,7 @@ class DriverSession:
                 kv_ranks=request.kv_ranks,
                 prefetch_wait_ns=request.prefetch_wait_ms * MS,
                 policy=request.policy,
+                fingerprint=fingerprint,
             ),
         )
         driver.pump()
@@ -251,3 +256,10 @@ class DriverSession:
         driver = self._driver
         running = driver.book.fence(driver.now(), self._client_id, engine_id, call_ids)
         await driver.wait_calls_ended(self._client_id, running)
+
+
+def lookup_fingerprint(request: api.LookupRequest) -> int:
+    """Stands for what a lookup asks for, so that a request id that is used again for another prompt is noticed."""
+    content = request.content
+    named = bytes(content.data) if isinstance(content, api.Tokens) else (content.num_tokens, *content.hashes)
+    return hash((request.space, named, request.tp_size, request.kv_ranks))

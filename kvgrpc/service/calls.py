@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 CLIENT_ID_KEY = "kvgrpc-client-id"
 REQUEST_ID_KEY = "kvgrpc-request-id"
 NAME_MOST = 64
+MIB = 1 << 20
+UNLIMITED = 1 << 62
+"""Only the server's own limit holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Rule:
     ``needs_client``: the client id is required. ``copies``: gets the longer default deadline. ``exempt``: has no
     default deadline. ``while_draining``: is answered while the server drains, because it only gives back or reads.
     ``holds_drain``: the drain waits for it. ``limited``: counts towards the limit of running calls, and is refused
-    there.
+    there. ``most_bytes``: its messages are no longer, whatever the server's limit: many small things in one message
+    cost far more to read than its bytes.
     """
 
     needs_client: bool = True
@@ -32,6 +36,7 @@ class Rule:
     while_draining: bool = False
     holds_drain: bool = True
     limited: bool = True
+    most_bytes: int = MIB
 
 
 _OPERATOR = Rule(needs_client=False, limited=False)
@@ -43,23 +48,23 @@ ADMIN_SERVICE = "kvgrpc.v1.AdminService"
 SERVICES = (CACHE_SERVICE, ENGINE_SERVICE, ADMIN_SERVICE)
 
 RULES: dict[str, Rule] = {
-    f"/{CACHE_SERVICE}/Lookup": Rule(),
+    f"/{CACHE_SERVICE}/Lookup": Rule(most_bytes=UNLIMITED),
     f"/{CACHE_SERVICE}/QueryPrefetchStatus": Rule(while_draining=True, holds_drain=False),
-    f"/{CACHE_SERVICE}/Store": Rule(copies=True),
-    f"/{CACHE_SERVICE}/Retrieve": Rule(copies=True),
+    f"/{CACHE_SERVICE}/Store": Rule(copies=True, most_bytes=UNLIMITED),
+    f"/{CACHE_SERVICE}/Retrieve": Rule(copies=True, most_bytes=UNLIMITED),
     f"/{CACHE_SERVICE}/FreeLookupLocks": Rule(while_draining=True),
     f"/{CACHE_SERVICE}/EndRequest": Rule(while_draining=True),
     f"/{CACHE_SERVICE}/Fence": Rule(copies=True, while_draining=True),
     f"/{ENGINE_SERVICE}/Handshake": Rule(needs_client=False),
     f"/{ENGINE_SERVICE}/Attach": Rule(exempt=True, holds_drain=False, limited=False),
-    f"/{ENGINE_SERVICE}/RegisterKvCache": Rule(copies=True),
+    f"/{ENGINE_SERVICE}/RegisterKvCache": Rule(copies=True, most_bytes=4 * MIB),
     f"/{ENGINE_SERVICE}/UnregisterKvCache": Rule(copies=True, while_draining=True),
     f"/{ADMIN_SERVICE}/GetStatus": _OPERATOR_READS,
     f"/{ADMIN_SERVICE}/ListEngines": _OPERATOR_READS,
     f"/{ADMIN_SERVICE}/ListSpaces": _OPERATOR_READS,
     f"/{ADMIN_SERVICE}/Clear": _OPERATOR,
     f"/{ADMIN_SERVICE}/BumpGeneration": _OPERATOR,
-    f"/{ADMIN_SERVICE}/Pin": _OPERATOR,
+    f"/{ADMIN_SERVICE}/Pin": Rule(needs_client=False, limited=False, most_bytes=UNLIMITED),
     f"/{ADMIN_SERVICE}/Unpin": _OPERATOR,
     f"/{ADMIN_SERVICE}/DrainEngine": Rule(needs_client=False, limited=False, copies=True, holds_drain=False),
 }

@@ -110,7 +110,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
 
         async def act() -> Any:
-            request = self._read(method, raw)
+            request = self._read(call, method, raw)
             servicer: Any = method.unary_unary
             async with Deadline(self._default_deadline_s(call, request, context)):
                 return await servicer(request, context)
@@ -122,7 +122,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         context.set_trailing_metadata(trailer)
 
         async def act() -> None:
-            request = self._read(method, raw)
+            request = self._read(call, method, raw)
             servicer: Any = method.unary_stream
             answers: AsyncGenerator[Any, None] = servicer(request, context)
             try:
@@ -182,8 +182,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             ((REQUEST_ID_KEY, call.request_id), (DETAILS_KEY, rich_status(short).SerializeToString())),
         )
 
-    def _read(self, method: _Method, raw: bytes) -> Any:
-        most = self._limits.message_bytes
+    def _read(self, call: Call, method: _Method, raw: bytes) -> Any:
+        most = min(self._limits.message_bytes, call.rule.most_bytes)
         if len(raw) > most:
             raise Refusal(
                 Reason.MESSAGE_TOO_LARGE,

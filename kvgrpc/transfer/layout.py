@@ -35,7 +35,22 @@ def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
     if len(layout.groups) > 1:
         sentence = f"{len(layout.groups)} groups were sent; layouts of several groups are not supported yet"
         raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field="groups")
-    return Geometry(tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups))))
+    geometries = tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups)))
+    return Geometry(geometries, "+".join(_order(group) for group in layout.groups))
+
+
+def _order(group: KvGroup) -> str:
+    """How the runs of an object follow each other: layers x planes x bytes (of a block, or of a token if token-major),
+    however the layers are cut into entries. Layouts of one stored form may have different orders."""
+    unit = group.block_size if group.form is BlockForm.TOKEN_MAJOR else 1
+    merged: list[list[int]] = []
+    for runs in group.runs:
+        size = runs.run_bytes // unit
+        if merged and merged[-1][1:] == [runs.planes, size]:
+            merged[-1][0] += runs.layers
+        else:
+            merged.append([runs.layers, runs.planes, size])
+    return ",".join(f"{layers}x{planes}x{size}" for layers, planes, size in merged)
 
 
 def stored_form(groups: Sequence[KvGroup]) -> str:
@@ -70,6 +85,8 @@ def _check_memory(pieces: Sequence[Memory]) -> None:
     for index, memory in enumerate(pieces):
         _in_range(f"memory[{index}].size_bytes", memory.size_bytes, 1, _MAX_INT)
         _in_range(f"memory[{index}].offset_bytes", memory.offset_bytes, 0, _MAX_INT - memory.size_bytes)
+    if sum(memory.size_bytes for memory in pieces) > _MAX_INT:
+        _refuse("memory", f"the pieces of memory have more than {_MAX_INT} bytes in all")
 
 
 def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry:

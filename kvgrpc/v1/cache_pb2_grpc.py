@@ -83,7 +83,7 @@ class KvCacheServiceServicer(object):
     def Lookup(self, request, context):
         """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
         lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
-        request_id, attempt): a repeat answers the same job. At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
+        request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

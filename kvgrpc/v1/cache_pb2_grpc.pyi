@@ -42,7 +42,7 @@ class KvCacheServiceStub:
     Lookup: _grpc.UnaryUnaryMultiCallable[_cache_pb2.LookupRequest, _cache_pb2.LookupResponse]
     """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
     lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
-    request_id, attempt): a repeat answers the same job. At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
+    request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
     QueryPrefetchStatus: _grpc.UnaryUnaryMultiCallable[_cache_pb2.QueryPrefetchStatusRequest, _cache_pb2.QueryPrefetchStatusResponse]
     """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
@@ -79,7 +79,7 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     Lookup: _aio.UnaryUnaryMultiCallable[_cache_pb2.LookupRequest, _cache_pb2.LookupResponse]  # type: ignore[assignment]
     """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
     lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
-    request_id, attempt): a repeat answers the same job. At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
+    request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
     QueryPrefetchStatus: _aio.UnaryUnaryMultiCallable[_cache_pb2.QueryPrefetchStatusRequest, _cache_pb2.QueryPrefetchStatusResponse]  # type: ignore[assignment]
     """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
@@ -119,7 +119,7 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_pb2.LookupResponse, _abc.Awaitable[_cache_pb2.LookupResponse]]:
         """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
         lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
-        request_id, attempt): a repeat answers the same job. At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
+        request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
         """
 
     @_abc_1.abstractmethod

@@ -156,7 +156,7 @@ class Limits(_message.Message):
     jobs_per_engine: _builtins.int
     """Pinned or pending jobs of one engine."""
     message_bytes: _builtins.int
-    """Size of one message."""
+    """Size of one message with content or blocks; of others 1 MiB, of RegisterKvCache 4 MiB."""
     clients: _builtins.int
     """Attached clients."""
     calls_per_client: _builtins.int

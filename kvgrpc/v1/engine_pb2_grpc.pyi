@@ -49,7 +49,8 @@ class EngineServiceStub:
     RegisterKvCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RegisterKvCacheRequest, _engine_pb2.RegisterKvCacheResponse]
     """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
     after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
-    memory: FAILED_PRECONDITION, HOST_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
+    memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
+    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
     recurrent groups: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now.
     """
     UnregisterKvCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnregisterKvCacheRequest, _engine_pb2.UnregisterKvCacheResponse]
@@ -73,7 +74,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     RegisterKvCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.RegisterKvCacheRequest, _engine_pb2.RegisterKvCacheResponse]  # type: ignore[assignment]
     """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
     after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
-    memory: FAILED_PRECONDITION, HOST_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
+    memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
+    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
     recurrent groups: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now.
     """
     UnregisterKvCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnregisterKvCacheRequest, _engine_pb2.UnregisterKvCacheResponse]  # type: ignore[assignment]
@@ -112,7 +114,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.RegisterKvCacheResponse, _abc.Awaitable[_engine_pb2.RegisterKvCacheResponse]]:
         """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
         after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
-        memory: FAILED_PRECONDITION, HOST_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
+        memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
+        rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Sliding-window and
         recurrent groups: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now.
         """
 

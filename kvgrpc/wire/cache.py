@@ -24,6 +24,9 @@ from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 
 WAIT_MS_MOST = 60_000
 FENCE_CALLS_MOST = 1024
+RANKS_MOST = 1024
+READERS_MOST = RANKS_MOST * 128
+GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
 _STATE = pb.PrefetchStatus
@@ -52,6 +55,7 @@ def encode_lookup_request(request: api.LookupRequest) -> pb.LookupRequest:
 
 
 def decode_lookup_request(message: pb.LookupRequest) -> api.LookupRequest:
+    check_number(len(message.kv_ranks), "kv_ranks", 0, RANKS_MOST)
     return api.LookupRequest(
         engine_id=check_engine_id(message.engine_id),
         request_id=check_text(message.request_id, "request_id", least=1, most=128),
@@ -121,7 +125,8 @@ def _encode_blocks(blocks: Sequence[Sequence[int]]) -> list[pb.BlockIds]:
     return [pb.BlockIds(ids=ids) for ids in blocks]
 
 
-def _decode_blocks(blocks: Iterable[pb.BlockIds]) -> tuple[Sequence[int], ...]:
+def _decode_blocks(blocks: Sequence[pb.BlockIds]) -> tuple[Sequence[int], ...]:
+    check_number(len(blocks), "blocks", 0, GROUPS_MOST)
     return tuple(tuple(group.ids) for group in blocks)
 
 
@@ -224,6 +229,7 @@ def encode_free_request(request: api.FreeRequest) -> pb.FreeLookupLocksRequest:
 
 
 def decode_free_request(message: pb.FreeLookupLocksRequest) -> api.FreeRequest:
+    check_number(len(message.readers), "readers", 0, READERS_MOST)
     return api.FreeRequest(
         engine_id=check_engine_id(message.engine_id),
         job_id=check_bytes(message.job_id, "job_id", 16),

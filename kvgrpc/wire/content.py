@@ -10,6 +10,9 @@ from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.wire.fields import DAY_MS, check_bytes, check_number, check_text, invalid
 from kvgrpc.wire.packed import decode_token_ids, encode_token_ids
 
+HASHES_MOST = 1 << 18
+"""More than any setting of keys_per_call makes sense for; the setting itself is checked by the driver."""
+
 _PRIORITIES = {
     pb.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     pb.PRIORITY_LOW: Priority.LOW,
@@ -61,6 +64,8 @@ def decode_space(message: pb.SpaceRef) -> SpaceRef:
 def encode_content(content: api.Content) -> pb.Content:
     if isinstance(content, api.Tokens):
         return pb.Content(tokens=encode_token_ids(content.data))
+    if not isinstance(content, api.Hashes):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all typed
+        raise TypeError(f"content is {type(content).__name__}; send Tokens or Hashes")
     return pb.Content(
         hashes=pb.ChunkHashes(hashes=content.hashes, num_tokens=content.num_tokens, first_chunk=content.first_chunk)
     )
@@ -71,6 +76,7 @@ def decode_content(message: pb.Content) -> api.Content:
     if kind == "tokens":
         return api.Tokens(decode_token_ids(message.tokens))
     if kind == "hashes":
+        check_number(len(message.hashes.hashes), "content.hashes.hashes", 0, HASHES_MOST)
         hashes = tuple(message.hashes.hashes)
         if hashes and not 16 <= min(map(len, hashes)) <= max(map(len, hashes)) <= 64:
             raise invalid("content.hashes.hashes", "has a hash that is not 16 to 64 bytes long")

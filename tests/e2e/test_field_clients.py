@@ -153,7 +153,7 @@ async def test_other_segment_and_layout_replace_the_old(tmp_path: Path) -> None:
         assert b.image.wrong_tokens(target) == [] and b.image.untouched(target)
         assert a.image.untouched()
         assert outcomes(await b.store(tokens_of(2, 8 * CHUNK), range(16))) == ["STORED"] * 8
-        found = await b.lookup(tokens_of(2, 8 * CHUNK))
+        found = await b.lookup(tokens_of(2, 8 * CHUNK), request_id="the new segment's")
         assert outcomes(await b.retrieve(found, target)) == ["LOADED"] * 8
         assert b.image.wrong_tokens(target) == []
         assert a.image.untouched()
