@@ -9,6 +9,7 @@ loop as data. Nothing but this loop's thread ever touches the bookkeeper.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,7 +104,7 @@ class Driver:
         self._pulse = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
-        self._next_mapping = 0
+        self.next_mapping_id = itertools.count(1).__next__
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -143,10 +144,6 @@ class Driver:
             work = (seed, content.data, chunk_tokens)
             keys = await self._loop.run_in_executor(self.hands.cpu_pool, chunk_keys, *work)
         return ChunkKeys(keys, content.num_tokens)
-
-    def next_mapping_id(self) -> int:
-        self._next_mapping += 1
-        return self._next_mapping
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -194,10 +191,12 @@ class Driver:
         future: asyncio.Future[None] = self._loop.create_future()
         waiters = self._jobs.setdefault(job_id, set())
         waiters.add(future)
-        await asyncio.wait((future,), timeout=wait_ms / 1000)
-        waiters.discard(future)
-        if not waiters and self._jobs.get(job_id) is waiters:
-            del self._jobs[job_id]
+        try:
+            await asyncio.wait((future,), timeout=wait_ms / 1000)
+        finally:
+            waiters.discard(future)
+            if not waiters and self._jobs.get(job_id) is waiters:
+                del self._jobs[job_id]
 
     async def wait_unmapped(self, client_id: str) -> None:
         """Returns when nothing of the client's memory is open any more, but for the registration in force."""

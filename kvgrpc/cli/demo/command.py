@@ -26,7 +26,7 @@ from kvgrpc.client.aio import AioClient
 from kvgrpc.config.values import format_size
 from kvgrpc.core.errors import Refusal
 
-START_S = 30.0
+START_S = 120.0
 STOP_S = 30.0
 ENGINE_S = 600.0
 
