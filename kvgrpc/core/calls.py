@@ -114,7 +114,7 @@ class Calls:
         plan = call.plan
         assert plan is not None
         call.client.running = None
-        going_on = plan.slice_done(report, discard=call.revoked)
+        going_on = plan.slice_done(now, report, discard=call.revoked)
         if call.revoked:
             plan.stop(REVOKED)
         if call.revoked or not going_on:

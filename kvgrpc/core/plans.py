@@ -125,7 +125,7 @@ class Plan(ABC):
     # ---- report -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+    def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Takes what was copied; False when the call ends here. ``discard``: the call was revoked."""
 
     @abstractmethod
@@ -226,7 +226,7 @@ class StorePlan(Plan):
             flight.slot.in_flight = True
         return pieces
 
-    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+    def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Commits what was copied."""
         flights, self.flights = self.flights, []
         for flight in flights:
@@ -346,13 +346,14 @@ class RetrievePlan(Plan):
             self._at = self._end
         return pieces
 
-    def slice_done(self, report: t.SliceReport, *, discard: bool) -> bool:
+    def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Takes loaded chunks off the reader."""
         flights, self.flights = self.flights, []
         for flight in flights[: report.completed]:
             if flight.last:
                 finish_read(self._desk.leases, self._job, flight.at, self._bit)
                 self._set(flight.at, LOADED)
+        self._desk.jobs.unpinned(self._job, now)
         if report.completed >= len(flights):
             return True
         broken = flights[report.completed]
@@ -378,7 +379,6 @@ class RetrievePlan(Plan):
         for chunk in self.pinned or ():
             index.unpin(chunk)
         self.pinned = None
-        self._desk.jobs.unpinned(self._job, now)
         counters = self._desk.ledger.counters
         loaded = sum(known == LOADED for known in self._outcomes)
         counters["loaded_chunks"] += loaded
