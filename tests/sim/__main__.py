@@ -28,7 +28,7 @@ def main() -> int:
     with mutated(options.mutant):
         for seed in seeds:
             try:
-                events += World(seed, verbose=options.verbose is not None).run()
+                events += World(seed, options.verbose is not None, with_invariants=options.mutant is None).run()
             except Exception as error:  # noqa: BLE001 - whatever a world ends with, its seed has to be told
                 print(f"seed {seed}: {type(error).__name__}: {error}")
                 if not isinstance(error, PromiseError) or options.verbose is not None:
