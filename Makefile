@@ -9,10 +9,11 @@ SEEDS  ?= 2000
 GATE_SEEDS ?= 200
 JOBS   ?= 2
 
+CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tests/*.hpp))
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test csrc-test sim demo bench
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +56,30 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 test: lint ## the whole gate: lint, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
+
+# The C++ tests, without Python, one program a sanitizer.
+ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all
+TSAN       := -fsanitize=thread
+TEST_FLAGS := -std=c++20 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -Wshadow -Wconversion -Werror -pthread
+TESTED     := $(basename $(filter-out csrc/module.cpp,$(filter %.cpp,$(CSRC))))
+
+build/asan/%.o: %.cpp $(filter %.hpp,$(CSRC))
+	@mkdir -p $(@D)
+	$(CXX) $(TEST_FLAGS) $(ASAN) -c $< -o $@
+
+build/tsan/%.o: %.cpp $(filter %.hpp,$(CSRC))
+	@mkdir -p $(@D)
+	$(CXX) $(TEST_FLAGS) $(TSAN) -c $< -o $@
+
+build/asan/csrc_tests: $(TESTED:%=build/asan/%.o)
+	$(CXX) $(TEST_FLAGS) $(ASAN) $^ -o $@
+
+build/tsan/csrc_tests: $(TESTED:%=build/tsan/%.o)
+	$(CXX) $(TEST_FLAGS) $(TSAN) $^ -o $@
+
+csrc-test: build/asan/csrc_tests build/tsan/csrc_tests ## the C++ tests under AddressSanitizer and ThreadSanitizer
+	build/asan/csrc_tests
+	build/tsan/csrc_tests
 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo
