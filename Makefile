@@ -13,17 +13,22 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test csrc-test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench
+
+# What the extension is made of, and with; the versions are in constraints.txt.
+NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
+BUILD_TOOLS := cmake nanobind ninja scikit-build-core
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with the exact versions of constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,torch]'
+	$(PY) -m pip install --quiet --constraint constraints.txt $(BUILD_TOOLS)
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch]'
 	@touch $@
 
 # $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
@@ -42,10 +47,12 @@ proto-check: $(STAMP) ## fail when kvgrpc/v1 is not what proto/ generates
 fmt: $(STAMP) ## format the code and mend what ruff can mend
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/clang-format -i $(CSRC)
 
 lint: $(STAMP) proto-check ## style, types, import floors, proto
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CSRC)
 	$(VENV)/bin/buf lint proto
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright
@@ -53,7 +60,8 @@ lint: $(STAMP) proto-check ## style, types, import floors, proto
 sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 	$(PY) -m tests.sim --seeds $(SEEDS)
 
-test: lint ## the whole gate: lint, GATE_SEEDS (200) worlds, all tests
+test: lint ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
 
@@ -80,6 +88,10 @@ build/tsan/csrc_tests: $(TESTED:%=build/tsan/%.o)
 csrc-test: build/asan/csrc_tests build/tsan/csrc_tests ## the C++ tests under AddressSanitizer and ThreadSanitizer
 	build/asan/csrc_tests
 	build/tsan/csrc_tests
+
+wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from another folder
+	rm -rf build/wheel && $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && sh tests/wheel/run.sh build/wheel/kvgrpc-*.whl $(abspath $(PY)) "$$out"
 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo

@@ -50,7 +50,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def text_files() -> Iterator[Path]:
-    endings = {".py", ".proto", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".cfg", ""}
+    endings = {".py", ".cpp", ".hpp", ".proto", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".cfg", ""}
     here = [path for path in ROOT.iterdir() if path.is_file()]
     below = (path for folder in sorted(FOLDERS | {".ci"}) for path in (ROOT / folder).rglob("*") if path.is_file())
     for path in (*here, *below):
@@ -78,6 +78,7 @@ def imported(node: ast.AST) -> list[str]:
 
 OURS = python_files("kvgrpc", "tests", "benchmarks", "examples")
 PRODUCT = python_files("kvgrpc")
+NATIVE = [path for ending in ("cpp", "hpp", "cu") for path in sorted((ROOT / "csrc").rglob(f"*.{ending}"))]
 
 
 def test_top_level_folders_are_the_designed_ones():
@@ -86,7 +87,7 @@ def test_top_level_folders_are_the_designed_ones():
 
 
 def test_modules_fit_on_a_few_screens():
-    assert {name_of(path): lines_of(path) for path in OURS if lines_of(path) > MODULE_LINES} == {}
+    assert {name_of(path): lines_of(path) for path in (*OURS, *NATIVE) if lines_of(path) > MODULE_LINES} == {}
 
 
 def code_lines_of(path: Path) -> int:
@@ -145,7 +146,8 @@ def test_names_say_what_a_thing_is():
 
 
 def test_every_file_names_its_licence():
-    owned = [*OURS, *(ROOT / "proto").rglob("*.proto"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".ci/run"]
+    others = ("Makefile", "CMakeLists.txt", "pyproject.toml", ".ci/run")
+    owned = [*OURS, *NATIVE, *(ROOT / "proto").rglob("*.proto"), *(ROOT / name for name in others)]
     line = "SPDX-License-Identifier: Apache-2.0"
     assert [name_of(path) for path in owned if line not in "".join(path.read_text().splitlines()[:2])] == []
 
@@ -178,6 +180,15 @@ def test_the_core_imports_only_pure_modules():
         if module.split(".")[0] not in CORE_IMPORTS and ".".join(module.split(".")[:2]) not in CORE_IMPORTS
     ]
     assert foreign == []
+
+
+def test_only_transfer_touches_the_extension():
+    foreign = {
+        name_of(path)
+        for path in PRODUCT
+        if re.search(r"\b_native\b", path.read_text()) and not path.is_relative_to(ROOT / "kvgrpc/transfer")
+    }
+    assert foreign == set()
 
 
 def test_nothing_in_the_product_executes_data():

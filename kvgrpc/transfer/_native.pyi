@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Native copies; built from csrc/. Sizes and positions are bytes."""
+
+from collections.abc import Callable, Sequence
+
+from typing_extensions import Buffer
+
+SOURCE_DIGEST: str
+"""sha256 over the hex sha256 of each file of csrc/, in the order of their names: what this was built from."""
+
+class Mapping:
+    """Files of an engine, mapped shared, and the paging in them; every address is checked here once.
+
+    ``files`` are (descriptor, offset, length); the descriptors may be closed afterwards. ``windows`` are (file, offset
+    in the file, size). ``groups`` are (blocks in a chunk, blocks of the engine, entries), an entry (window, base,
+    layers, layer stride, planes, plane stride, block stride, run length).
+
+    Raises ValueError when something lies outside of what holds it, OSError when the system does not map.
+    Threads: any; ``close`` when no other call runs.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[tuple[int, int, int]],
+        windows: Sequence[tuple[int, int, int]],
+        groups: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]],
+    ) -> None: ...
+    def populate(self, most_s: float) -> None:
+        """Enters pages that are there into the page table, so that the first copies are no slower; allocates none."""
+
+    def close(self) -> None:
+        """Unmaps the files. Harmless when closed."""
+
+class HostCopier:
+    """Copies between mappings and ``arena`` with a team of ``threads`` (0: the cores, at most 4; the caller counts).
+
+    Slices of at least ``stream_bytes`` (0: half the last-level cache) pass the caches by. A thread joins in for each
+    ``bytes_a_hand`` of a slice.
+
+    Threads: ``copy`` by any number at once. ``close`` when no other call runs; it lets go of the arena.
+    """
+
+    def __init__(self, arena: Buffer, threads: int = 0, stream_bytes: int = 0, bytes_a_hand: int = 1048576) -> None: ...
+    def copy(
+        self, mapping: Mapping, words: Buffer, retrieve: bool, pace: Callable[[], None] | None = None
+    ) -> tuple[int, int, bool]:
+        """Copies a slice with the interpreter lock released: (completed pieces, why it stopped, torn).
+
+        ``words`` are 64-bit numbers: pieces; for each: extents, (offset, length) of each; low, high; for each group:
+        first block, ids, each id. Why it stopped: 0 it did not, 1 a file is shorter than it was, 2 memory that the
+        system could not give. With ``pace`` the caller moves one run at a time, in order, each after a call of it.
+
+        Raises ValueError, before anything has moved, unless all lies inside the arena and the mapping.
+        """
+
+    def close(self) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def stream_bytes(self) -> int: ...
+
+def touch(memory: Buffer) -> bool:
+    """Takes the pages of ``memory`` into use as a first write would, without changing a byte, with the interpreter lock
+    released. False when the system cannot.
+    """
