@@ -3,28 +3,40 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
+import threading
 from contextlib import suppress
+from pathlib import Path
 
+from kvgrpc.transfer import _native
+from kvgrpc.transfer.arena_file import ArenaError, allocate, anonymous_file, named_file
 
-class ArenaError(Exception):
-    """The arena's memory could not be had; the message names what was asked and what there is."""
+__all__ = ["Arena", "ArenaError"]
+
+PART_BYTES = 256 << 20
+_STEP_BYTES = 16 << 20
+_WARMING_NICENESS = 10
 
 
 class Arena:
-    """``size_bytes`` of memory in a sealed memfd: all of it is there from the start and its size cannot change.
+    """``size_bytes`` of shared memory whose size cannot change; the first ``ready_bytes`` of it are there.
 
-    Whether the machine can spare it is for the settings to check beforehand: the kernel would rather end a process than
-    refuse. Allocation may take a second for some GiB.
+    ``first_bytes`` are there when it has been made, all by default; ``grow`` adds parts. It is a sealed memfd, with
+    ``huge_pages`` one of reserved huge pages; or, with ``path``, a file under a lock, which ``close`` removes.
 
-    Threads: views may be used by any thread; who may write where is the core's to say. ``close`` is for the end.
+    Whether the machine can spare the memory is for the settings to check beforehand: the kernel would rather end a
+    process than refuse.
+
+    Threads: views may be used by any thread; who may write where is the core's to say. ``grow`` by one thread at a
+    time. ``close`` is for the end.
 
     Raises ArenaError when the memory cannot be had.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(
+        self, size_bytes: int, *, path: Path | None = None, huge_pages: bool = False, first_bytes: int | None = None
+    ) -> None:
         if size_bytes < 1:
             raise ArenaError(f"an arena of {size_bytes} bytes makes no sense; give it at least one byte")
         machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -33,13 +45,38 @@ class Arena:
                 f"an arena of {size_bytes} bytes does not fit this machine, which has {machine_bytes} bytes"
             )
         self.size_bytes = size_bytes
-        fd = os.memfd_create("kvgrpc-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.ready_bytes = 0
+        self._path = path
+        self._fd = named_file(path, size_bytes) if path is not None else anonymous_file(size_bytes, huge_pages)
+        self._closing = threading.Event()
+        self._warming: threading.Thread | None = None
         try:
-            _allocate(fd, size_bytes)
-            self._map = mmap.mmap(fd, size_bytes)
-        finally:
-            os.close(fd)
+            while self.ready_bytes < min(size_bytes, size_bytes if first_bytes is None else first_bytes):
+                self.grow()
+            self._map = mmap.mmap(self._fd, size_bytes)
+        except BaseException:
+            self._let_go()
+            raise
+        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
+            with suppress(OSError):  # a kernel without transparent huge pages
+                self._map.madvise(advice)
         self._view = memoryview(self._map)
+
+    def grow(self) -> int:
+        """Allocates the next part, so that later a missing page is no signal; the new ``ready_bytes``. Takes some
+        tenths of a second.
+        """
+        part = min(PART_BYTES, self.size_bytes - self.ready_bytes)
+        if part:
+            allocate(self._fd, self.ready_bytes, part, self.size_bytes)
+            self.ready_bytes += part
+        return self.ready_bytes
+
+    def warm(self) -> None:
+        """Starts to take the pages into use from a thread of low priority, ahead of the first copies. Once."""
+        assert self._warming is None, "an arena is warmed once"
+        self._warming = threading.Thread(target=self._touch_all, name="kvgrpc-arena", daemon=True)
+        self._warming.start()
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes [offset, offset + length). Must be dropped before ``close``, or it keeps the memory."""
@@ -48,19 +85,32 @@ class Arena:
 
     def close(self) -> None:
         """Gives the memory back, or leaves that to the last view that is still in use."""
+        self._closing.set()
+        if self._warming is not None:
+            self._warming.join()
         self._view.release()
         with suppress(BufferError):
             self._map.close()
+        self._let_go()
 
+    def _let_go(self) -> None:
+        if self._fd < 0:
+            return
+        if self._path is not None:
+            with suppress(FileNotFoundError):
+                self._path.unlink()  # while the lock is held: whoever waits for it sees that the name has gone
+        os.close(self._fd)
+        self._fd = -1
 
-def _allocate(fd: int, size_bytes: int) -> None:
-    """Reserves every page now: later a missing page would be a SIGBUS, not an error."""
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-    except OSError as error:
-        have = os.fstat(fd).st_blocks * 512
-        sentence = (
-            f"the arena needs {size_bytes} bytes of shared memory, but only {have} bytes could be allocated: {error}"
-        )
-        raise ArenaError(sentence) from error
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    def _touch_all(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARMING_NICENESS)
+        at = 0
+        while at < self.size_bytes and not self._closing.is_set():
+            end = min(at + _STEP_BYTES, self.ready_bytes)
+            if end == at:
+                self._closing.wait(0.05)  # grow is behind
+                continue
+            with self._view[at:end] as part:
+                if not _native.touch(part):
+                    return
+            at = end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena is all there from the start, or says what is missing."""
+"""The arena is there part by part, or says what is missing; it takes no file that is not its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from kvgrpc.transfer import _native
+from kvgrpc.transfer import arena as arena_module
 from kvgrpc.transfer.arena import Arena, ArenaError
 
 
@@ -79,3 +84,119 @@ def test_memory_that_runs_out_is_an_error_with_both_numbers() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
     assert "needs 1048576 bytes" in done.stdout
     assert "only 0 bytes" in done.stdout
+
+
+# ---- parts ----
+
+
+def test_parts_become_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "PART_BYTES", 1 << 16)
+    arena = Arena((1 << 18) + 5, first_bytes=1 << 16)
+    assert arena.ready_bytes == 1 << 16
+    arena.view(0, 4)[:] = b"used"
+    assert [arena.grow() for _ in range(4)] == [2 << 16, 3 << 16, 4 << 16, (4 << 16) + 5]
+    assert arena.grow() == arena.size_bytes
+    assert bytes(arena.view(0, 5)) == b"used\0"
+    arena.close()
+
+
+def test_warming_takes_all_pages_and_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "PART_BYTES", 1 << 20)
+    touched: list[int] = []
+    touch = _native.touch
+    monkeypatch.setattr(_native, "touch", lambda part: touched.append(len(part)) or touch(part))
+    arena = Arena(4 << 20, first_bytes=1 << 20)
+    arena.view(100, 3)[:] = b"abc"
+    arena.warm()
+    while arena.ready_bytes < arena.size_bytes:
+        arena.grow()
+    deadline = time.monotonic() + 20
+    while sum(touched) < arena.size_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sum(touched) == arena.size_bytes
+    assert bytes(arena.view(99, 5)) == b"\0abc\0"
+    arena.close()
+
+
+def test_close_does_not_wait_for_warming_to_end() -> None:
+    arena = Arena(64 << 20)
+    arena.warm()
+    arena.close()
+    assert "kvgrpc-arena" not in {thread.name for thread in threading.enumerate()}
+
+
+# ---- a named file ----
+
+
+def test_a_named_arena_is_a_private_file_while_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    arena = Arena(1 << 20, path=path)
+    arena.view(0, 4)[:] = b"seen"
+    assert path.read_bytes()[:4] == b"seen"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_blocks * 512 >= 1 << 20
+    with pytest.raises(ArenaError, match="in use by another server"):
+        Arena(1 << 20, path=path)
+    assert path.read_bytes()[:4] == b"seen"
+    arena.close()
+    assert not path.exists()
+    Arena(1 << 20, path=path).close()
+
+
+def test_an_arena_that_was_left_behind_is_taken_without_its_data(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    program = (
+        "import os, pathlib, sys\n"
+        "from kvgrpc.transfer.arena import Arena\n"
+        "arena = Arena(1 << 20, path=pathlib.Path(sys.argv[1]))\n"
+        "arena.view(0, 4)[:] = b'left'\n"
+        "os._exit(9)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=30)
+    assert path.read_bytes()[:4] == b"left"
+    arena = Arena(2 << 20, path=path)
+    assert bytes(arena.view(0, 2 << 20)) == bytes(2 << 20)
+    arena.close()
+
+
+@pytest.mark.parametrize("content", [b"x", b"precious" * 4096])
+def test_no_other_file_is_ever_taken(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(content)
+    with pytest.raises(ArenaError, match="no arena"):
+        Arena(1 << 20, path=path)
+    assert path.read_bytes() == content
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ArenaError, match="cannot be opened"):
+        Arena(1 << 20, path=tmp_path / "link")
+    with pytest.raises(ArenaError, match="cannot be opened"):
+        Arena(1 << 20, path=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArenaError, match="not a regular file"):
+        Arena(1 << 20, path=tmp_path / "pipe")
+
+
+def test_a_file_system_without_room_is_said_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Space:
+        f_bavail, f_frsize = 3, 4096
+
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: Space)
+    with pytest.raises(ArenaError, match=r"needs 1048576 bytes; its file system has 12288 bytes"):
+        Arena(1 << 20, path=tmp_path / "arena")
+
+
+# ---- huge pages ----
+
+
+def test_huge_pages_are_used_or_said_to_be_missing() -> None:
+    """Whichever this machine has: an arena in huge pages, or a refusal that names what was asked."""
+    free = int(Path("/proc/meminfo").read_text().split("HugePages_Free:")[1].split()[0])
+    if free:
+        arena = Arena(2 << 20, huge_pages=True)
+        arena.view(0, 4)[:] = b"huge"
+        arena.close()
+    else:
+        with pytest.raises(ArenaError, match="2097152 bytes"):
+            Arena(2 << 20, huge_pages=True)
+    with pytest.raises(ArenaError, match="huge page size"):
+        Arena(1000, huge_pages=True)
