@@ -60,12 +60,14 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
     limits = settings.core_limits()
     available_bytes = available_memory()
     l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes)
-    arena = Arena(l1_bytes)
+    arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages)
     book = Bookkeeper(limits, l1_bytes)
     for cache_salt, size_bytes in settings.quota.items():
         book.set_quota(cache_salt, size_bytes)
     hands = Hands(
-        mover=SharedMemoryMover(arena, limits.chunk_tokens, {os.geteuid(), *settings.allow_uid}),
+        mover=SharedMemoryMover(
+            arena, limits.chunk_tokens, {os.geteuid(), *settings.allow_uid}, threads=settings.copy_threads or 0
+        ),
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers()),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
@@ -78,6 +80,7 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
     )
+    arena.warm()
     try:
         await server.start()
         announce(

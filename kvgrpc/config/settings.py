@@ -59,6 +59,8 @@ class Settings(BaseSettings):
 
     # memory
     l1_size: Size | None = _doc(None, "memory for KV data; default: half of what is available, at most 4 GiB")
+    arena_path: Path | None = _doc(None, "file for that memory, locked while it is used; default: none, private memory")
+    huge_pages: bool = _doc(False, "take that memory from the system's reserved huge pages (vm.nr_hugepages)")
     quota: Quotas = Field(default_factory=dict[str, int], description="SALT=SIZE: most that a tenant may hold")
     chunk_tokens: Count = _doc(_LIMITS.chunk_tokens, "tokens in a chunk, the unit that is cached")
     page_size: Size = _doc(_LIMITS.page_bytes, "allocation unit of objects that find no contiguous place")
@@ -67,6 +69,7 @@ class Settings(BaseSettings):
     # threads
     max_workers: int | None = _doc(None, "size of both thread pools")
     max_gpu_workers: int | None = _doc(None, "threads that launch copies; default: 8, or 2 for each card")
+    copy_threads: int | None = _doc(None, "threads that share one copy; default: one a core, at most 4")
     max_cpu_workers: int | None = _doc(None, "threads that hash and call tiers; default: one a core, at most 8")
 
     # leases and records
@@ -102,7 +105,7 @@ class Settings(BaseSettings):
     log_level: str = _doc("info", "debug, info, warning or error")
     log_format: str = _doc("auto", "console, json, or auto: console on a terminal, else json")
 
-    @field_validator("max_workers", "max_gpu_workers", "max_cpu_workers")
+    @field_validator("max_workers", "max_gpu_workers", "copy_threads", "max_cpu_workers")
     @classmethod
     def _at_least_one_thread(cls, value: int | None) -> int | None:
         if value is not None and value < 1:
@@ -123,6 +126,12 @@ class Settings(BaseSettings):
         if value not in words:
             raise ValueError(f"must be one of {', '.join(words)}, not {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def _one_kind_of_memory(self) -> Settings:
+        if self.arena_path is not None and self.huge_pages:
+            raise ValueError("--huge-pages and --arena-path exclude each other; name a file on a hugetlbfs instead")
+        return self
 
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> Settings:

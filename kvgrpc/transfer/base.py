@@ -36,7 +36,8 @@ class Mover(Protocol):
         ...
 
     def copy(self, work: RunSlice) -> SliceReport:
-        """Copies the pieces in order, stops at the first failure.
+        """Copies the pieces in order, stops at the first failure: blocks of later pieces are untouched; their extents,
+        in a store, may hold anything.
 
         Never raises for what the engine or the operating system does. ``torn`` is exact: True only if bytes of the
         failing piece had begun to move. When it returns, nothing touches the slice's blocks or extents any more.

@@ -7,7 +7,8 @@ A mover that was built without gates spends one comparison a piece on them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from kvgrpc.core.types import Direction, RunSlice
@@ -78,6 +79,10 @@ class Gates:
         """Releases every gate that was made, so that a test that fails ends at once."""
         for gate in self._made:
             gate.release()
+
+    def pacer(self, work: RunSlice) -> Callable[[], None] | None:
+        """What to call before each run of a slice that begins now; None when no gate is set."""
+        return None if self._gate is None else partial(self._gate.pass_one, work)
 
     def pace(self, work: RunSlice, runs: Iterator[T]) -> Iterator[T]:
         """``runs``, held where a gate says so."""

@@ -1,65 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the arena and POSIX shared memory of engines.
 
-The engine's memory is read and written through its file (preadv, pwritev), never mapped: an engine that truncates it
-causes a short copy, not a signal, and the interpreter lock is released while bytes move.
+The engine's memory is mapped once, at registration, and copied by native threads with the interpreter lock released. An
+engine may truncate its memory at any time: a fault is caught in the thread that copies, and only that copy fails.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Container, Generator, Iterable, Iterator
+from array import array
+from collections.abc import Container, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 from kvgrpc.api import CudaIpcMemory, Layout, SharedMemory
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, RunSlice, SliceReport
+from kvgrpc.transfer import _native
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import MEMORY_IO, MEMORY_TRUNCATED
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.layout import check_layout, digest
-from kvgrpc.transfer.runs import Run, piece_runs
 
 MAX_NAME_BYTES = 255
-_VECTOR = os.sysconf("SC_IOV_MAX")
-
-
-class _Window(NamedTuple):
-    """A piece of memory inside an open file: it starts at ``offset``, and the file must not become shorter than
-    ``end``.
-    """
-
-    fd: int
-    offset: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    layout: Layout
-    windows: tuple[_Window, ...]
-    files: ExitStack
-
-
-class _Batch(NamedTuple):
-    """``length`` contiguous bytes of the engine's memory and the places in the arena that they belong to, as
-    (position, length).
-    """
-
-    memory_index: int
-    offset: int
-    length: int
-    places: list[tuple[int, int]]
+POPULATE_S = 1.0
+"""Most that a registration spends on the page table; the rest of a very large memory is entered as it is copied."""
+_REASONS = ("", MEMORY_TRUNCATED, MEMORY_IO)
 
 
 class SharedMemoryMover:
     """Maps and copies shared memory objects found under ``shm_root`` that belong to one of ``allowed_uids``.
 
-    ``gates`` are for tests; with them every run is moved by a call of its own.
+    ``threads`` share one copy, the calling one included; 0: one a core, at most 4. ``gates`` are for tests; while one
+    is set, every run is moved alone.
 
     Threads: as Mover.
     """
@@ -71,13 +44,14 @@ class SharedMemoryMover:
         allowed_uids: Container[int],
         shm_root: str = "/dev/shm",  # noqa: S108 -- where shm_open puts its objects, not a temporary file
         gates: Gates | None = None,
+        threads: int = 0,
     ) -> None:
-        self._arena = arena
+        self._copier = _native.HostCopier(arena.view(0, arena.size_bytes), threads)
         self._chunk_tokens = chunk_tokens
         self._allowed_uids = allowed_uids
         self._shm_root = shm_root
         self._gates = gates
-        self._mappings: dict[int, _Mapping] = {}
+        self._mappings: dict[int, _native.Mapping] = {}
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -87,7 +61,6 @@ class SharedMemoryMover:
     def map(self, mapping_id: int, layout: Layout) -> bytes:
         check_layout(layout, self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
-        windows: list[_Window] = []
         opened: dict[str, int] = {}
         with ExitStack() as files, _directory(self._shm_root) as root:
             for index, memory in enumerate(layout.memory):
@@ -101,27 +74,29 @@ class SharedMemoryMover:
                 if memory.name not in opened:
                     opened[memory.name] = self._open(root, memory.name, f"{where}.shared.name")
                     files.callback(os.close, opened[memory.name])
-                windows.append(_window(opened[memory.name], memory, f"{where}.shared.size_bytes"))
-            self._mappings[mapping_id] = _Mapping(layout, tuple(windows), files.pop_all())
-        found = [os.fstat(window.fd) for window in windows]
-        return digest(layout, [(stat_result.st_dev, stat_result.st_ino) for stat_result in found])
+                _check_size(opened[memory.name], memory, f"{where}.shared.size_bytes")
+            mapping = _mapped(layout, self._chunk_tokens, opened)
+            found = {name: os.fstat(fd) for name, fd in opened.items()}
+        mapping.populate(POPULATE_S)
+        self._mappings[mapping_id] = mapping
+        objects = [found[memory.name] for memory in layout.memory if isinstance(memory, SharedMemory)]
+        return digest(layout, [(one.st_dev, one.st_ino) for one in objects])
 
     def copy(self, work: RunSlice) -> SliceReport:
         mapping = self._mappings[work.mapping_id]
-        for done, piece in enumerate(work.pieces):
-            moved, reason = self._copy_piece(mapping, work, piece)
-            if reason:
-                return SliceReport(done, reason, moved > 0)
-        return SliceReport(len(work.pieces))
+        pace = self._gates.pacer(work) if self._gates is not None else None
+        completed, why, torn = self._copier.copy(mapping, _words(work), work.direction is Direction.RETRIEVE, pace)
+        return SliceReport(completed, _REASONS[why], torn)
 
     def unmap(self, mapping_id: int) -> None:
         mapping = self._mappings.pop(mapping_id, None)
         if mapping is not None:
-            mapping.files.close()
+            mapping.close()
 
     def close(self) -> None:
         for mapping_id in tuple(self._mappings):
             self.unmap(mapping_id)
+        self._copier.close()
 
     def _open(self, root: int, name: str, where: str) -> int:
         """Looks at the object before it opens it, so that a device or a pipe is never opened, and opens only what it
@@ -152,41 +127,6 @@ class SharedMemoryMover:
             sentence = f"shared memory {name!r} belongs to user {found.st_uid}, who is not allowed (see --allow-uid)"
             raise Refusal(Reason.MEMORY_OWNER, sentence, field=where)
 
-    def _copy_piece(self, mapping: _Mapping, work: RunSlice, piece: Piece) -> tuple[int, str]:
-        """Bytes moved, and why it stopped ("" = it did not)."""
-        gates = self._gates
-        runs = piece_runs(mapping.layout, self._chunk_tokens, piece)
-        batches = _batches(runs, _VECTOR) if gates is None else gates.pace(work, _batches(runs, 1))
-        write = work.direction is Direction.RETRIEVE
-        moved, touched = 0, set[int]()
-        for batch in batches:
-            count, reason = self._move(mapping.windows[batch.memory_index], write, batch)
-            moved += count
-            if reason:
-                return moved, reason
-            touched.add(batch.memory_index)
-        if write and any(_truncated(mapping.windows[index]) for index in touched):
-            return moved, MEMORY_TRUNCATED
-        return moved, ""
-
-    def _move(self, window: _Window, write: bool, batch: _Batch) -> tuple[int, str]:
-        view, moved, at = self._arena.view, 0, window.offset + batch.offset
-        places = [view(position, length) for position, length in batch.places]
-        try:
-            while moved < batch.length:
-                # Writing would make a truncated file longer again, so its size is looked at first.
-                if write and _truncated(window):
-                    return moved, MEMORY_TRUNCATED
-                count = (os.pwritev if write else os.preadv)(window.fd, places, at + moved)
-                if not count:
-                    return moved, MEMORY_TRUNCATED
-                moved += count
-                if moved < batch.length:
-                    places = _rest(places, count)
-        except OSError:
-            return moved, MEMORY_IO
-        return moved, ""
-
 
 @contextmanager
 def _directory(path: str) -> Generator[int, None, None]:
@@ -209,50 +149,57 @@ def _check_name(name: str, where: str) -> None:
         raise Refusal(Reason.MEMORY, sentence, field=where)
 
 
-def _window(fd: int, memory: SharedMemory, where: str) -> _Window:
+def _check_size(fd: int, memory: SharedMemory, where: str) -> None:
     size, end = os.fstat(fd).st_size, memory.offset_bytes + memory.size_bytes
     if end > size:
         sentence = f"shared memory {memory.name!r} has {size} bytes; offset_bytes + size_bytes is {end}"
         raise Refusal(Reason.MEMORY, sentence, field=where)
-    return _Window(fd, memory.offset_bytes, end)
 
 
-def _truncated(window: _Window) -> bool:
-    """Whether the file is shorter than it was. By lseek, which costs a third of fstat; nobody uses the position."""
-    return os.lseek(window.fd, 0, os.SEEK_END) < window.end
+def _mapped(layout: Layout, chunk_tokens: int, opened: dict[str, int]) -> _native.Mapping:
+    """Maps of each object what the layout uses."""
+    pieces = [memory for memory in layout.memory if isinstance(memory, SharedMemory)]
+    numbers = {name: number for number, name in enumerate(opened)}
+    begins = [min(memory.offset_bytes for memory in pieces if memory.name == name) for name in opened]
+    ends = [max(memory.offset_bytes + memory.size_bytes for memory in pieces if memory.name == name) for name in opened]
+    files = [(fd, begin, end - begin) for fd, begin, end in zip(opened.values(), begins, ends, strict=True)]
+    windows = [(numbers[memory.name], memory.offset_bytes, memory.size_bytes) for memory in pieces]
+    groups = [
+        (
+            chunk_tokens // group.block_size,
+            group.num_blocks,
+            [
+                (
+                    runs.memory_index,
+                    runs.base_bytes,
+                    runs.layers,
+                    runs.layer_stride_bytes,
+                    runs.planes,
+                    runs.plane_stride_bytes,
+                    runs.block_stride_bytes,
+                    runs.run_bytes,
+                )
+                for runs in group.runs
+            ],
+        )
+        for group in layout.groups
+    ]
+    try:
+        return _native.Mapping(files, windows, groups)
+    except OSError as error:
+        sentence = f"shared memory cannot be mapped for reading and writing: {error.strerror}"
+        raise Refusal(Reason.MEMORY, sentence, field="memory") from error
 
 
-def _batches(runs: Iterable[Run], vector: int) -> Iterator[_Batch]:
-    """Runs that are neighbours in the engine's memory go by one call, wherever they belong in the arena."""
-    places: list[tuple[int, int]] = []
-    memory_index = start = end = -1
-    for index, offset, position, length in _by_address(list(runs)):
-        if offset == end and index == memory_index and len(places) < vector:
-            places.append((position, length))
-            end += length
-            continue
-        if places:
-            yield _Batch(memory_index, start, end - start, places)
-        memory_index, start, end, places = index, offset, offset + length, [(position, length)]
-    if places:
-        yield _Batch(memory_index, start, end - start, places)
-
-
-def _by_address(runs: list[Run]) -> list[Run]:
-    """In the order of the engine's memory; but when blocks are named twice, in the object's order, so that the last
-    one wins.
-    """
-    ordered = sorted(runs)
-    for one, next_one in pairwise(ordered):
-        if one.offset + one.length > next_one.offset and one.memory_index == next_one.memory_index:
-            return runs
-    return ordered
-
-
-def _rest(places: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``places`` after ``done`` bytes."""
-    for index, place in enumerate(places):
-        if done < len(place):
-            return [place[done:], *places[index + 1 :]]
-        done -= len(place)
-    return []
+def _words(work: RunSlice) -> array[int]:
+    """The slice as HostCopier.copy takes it."""
+    words = [len(work.pieces)]
+    for piece in work.pieces:
+        words.append(len(piece.extents))
+        for extent in piece.extents:
+            words += extent
+        words += piece.span
+        for first_block, block_ids in zip(piece.first_block, piece.block_ids, strict=True):
+            words += (first_block, len(block_ids))
+            words += block_ids
+    return array("q", words)

@@ -21,8 +21,8 @@ class DamagingMover(SharedMemoryMover):
     byte = 0
     bits = 0
 
-    def __init__(self, arena: Arena, chunk_tokens: int, allowed_uids: set[int]) -> None:
-        super().__init__(arena, chunk_tokens, allowed_uids)
+    def __init__(self, arena: Arena, chunk_tokens: int, allowed_uids: set[int], threads: int) -> None:
+        super().__init__(arena, chunk_tokens, allowed_uids, threads=threads)
         self._damaged_arena = arena
         self._damaged = False
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable
 
 from kvgrpc import app
 from kvgrpc.cli.serve import announce
@@ -19,8 +18,6 @@ from kvgrpc.telemetry.log import configure
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.shm import SharedMemoryMover
-
-T = TypeVar("T")
 
 
 class SlowGates(Gates):
@@ -33,10 +30,15 @@ class SlowGates(Gates):
         super().__init__()
         self.run_s = run_s
 
-    def pace(self, work: RunSlice, runs: Iterator[T]) -> Iterator[T]:
-        for run in super().pace(work, runs):
+    def pacer(self, work: RunSlice) -> Callable[[], None]:
+        held = super().pacer(work)
+
+        def pace() -> None:
+            if held is not None:
+                held()
             time.sleep(self.run_s)
-            yield run
+
+        return pace
 
 
 class SlowMover(SharedMemoryMover):
@@ -44,8 +46,8 @@ class SlowMover(SharedMemoryMover):
 
     run_s = 0.0
 
-    def __init__(self, arena: Arena, chunk_tokens: int, allowed_uids: set[int]) -> None:
-        super().__init__(arena, chunk_tokens, allowed_uids, gates=SlowGates(self.run_s))
+    def __init__(self, arena: Arena, chunk_tokens: int, allowed_uids: set[int], threads: int) -> None:
+        super().__init__(arena, chunk_tokens, allowed_uids, threads=threads, gates=SlowGates(self.run_s))
 
 
 def main(socket: str, run_s: str) -> None:
