@@ -10,7 +10,8 @@ from rich.console import Console
 
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client.aio import AioClient
-from kvgrpc.config.settings import SettingsError, load_settings
+from kvgrpc.client.default import default_address
+from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
 
@@ -20,9 +21,8 @@ from kvgrpc.core.errors import Reason, Refusal
 def status(address: str | None, json_form: bool) -> None:
     """Show what a server holds and who uses it."""
     try:
-        target = address or f"unix:{load_settings().socket_path()}"
-        snapshot = asyncio.run(take_snapshot(target))
-    except (SettingsError, ValueError) as error:
+        snapshot = asyncio.run(take_snapshot(address or default_address()))
+    except (UntrustedSocketError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except Refusal as refusal:
         hint = "; is one running? (kvgrpc serve)" if refusal.reason is Reason.SERVER_UNREACHABLE else ""
