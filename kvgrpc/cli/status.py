@@ -16,17 +16,25 @@ from kvgrpc.core.errors import Reason, Refusal
 
 
 @click.command()
-@click.option("--address", metavar="ADDRESS", help="unix:/path or host:port; default: the socket that `serve` chooses")
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="unix:/path or host:port; default: KVGRPC_SOCKET, else the socket that `serve` of this user chooses",
+)
 @click.option("--json", "json_form", is_flag=True, help="print JSON for programs instead of a screen")
 def status(address: str | None, json_form: bool) -> None:
     """Show what a server holds and who uses it."""
+    target = address or ""
     try:
-        snapshot = asyncio.run(take_snapshot(address or default_address()))
+        target = target or default_address()
+        snapshot = asyncio.run(take_snapshot(target))
     except (UntrustedSocketError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except Refusal as refusal:
-        hint = "; is one running? (kvgrpc serve)" if refusal.reason is Reason.SERVER_UNREACHABLE else ""
-        raise click.ClickException(f"the server did not answer: {refusal.message}{hint}") from None
+        if refusal.reason is not Reason.SERVER_UNREACHABLE:
+            raise click.ClickException(f"the server at {target} did not answer: {refusal.message}") from None
+        text = f"no server answers at {target}; is one running (kvgrpc serve), and there?\n  {refusal.message}"
+        raise click.ClickException(text) from None
     if json_form:
         click.echo(as_json(snapshot))
     else:

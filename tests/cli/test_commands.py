@@ -80,6 +80,7 @@ def test_status_of_a_running_server():
 def test_status_without_a_server_says_what_to_do(tmp_path: Path):
     done = run("status", "--address", f"unix:{tmp_path}/none")
     assert done.returncode == 1
+    assert f"no server answers at unix:{tmp_path}/none" in done.stderr
     assert "kvgrpc serve" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -93,6 +94,15 @@ def test_a_wrong_address_is_explained():
 def test_help_has_every_setting():
     text = CliRunner().invoke(main, ["serve", "--help"]).output
     assert [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text] == []
+
+
+def test_every_switch_is_a_switch():
+    text = CliRunner().invoke(main, ["serve", "--help"]).output
+    switches = [name for name, field in Settings.model_fields.items() if field.annotation in (bool, bool | None)]
+    assert {"insecure", "reflection", "huge_pages"} <= set(switches)
+    for name in switches:
+        flag = name.replace("_", "-")
+        assert f"--{flag} / --no-{flag}" in text
 
 
 def test_the_demo_without_torch_says_which_extra_to_install():
