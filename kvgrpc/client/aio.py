@@ -6,6 +6,7 @@ Nothing here keeps a session: open ``attach`` first and hold it, or use Schedule
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:
 
 @dataclass
 class _Open:
-    """What exists once the channel does."""
+    """What exists once the channel does; ``pid`` is the process that it works in."""
 
+    pid: int
     channel: grpc.aio.Channel
     cache: Any
     engine: Any
@@ -89,10 +91,10 @@ class AioClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channel; calls that still run are cancelled. Harmless when repeated."""
+        """Closes the channel; calls that still run are cancelled. Harmless when repeated, and in a forked child."""
         self._closed = True
         opened, self._opened = self._opened, None
-        if opened is not None:
+        if opened is not None and opened.pid == os.getpid():
             await opened.channel.close()
 
     # ---- sessions ---------------------------------------------------------------------------------------------------
@@ -121,12 +123,12 @@ class AioClient:
     async def register(self, request: api.RegisterRequest, *, timeout_s: float | None = None) -> api.RegisterAnswer:
         stub = self._stubs().engine.RegisterKvCache
         message = engine.encode_register_request(request)
-        return await self._call(stub, message, engine.decode_register_response, timeout_s or self.options.copy_s)
+        return await self._call(stub, message, engine.decode_register_response, self._copy_s(timeout_s))
 
     async def unregister(self, engine_id: str, *, timeout_s: float | None = None) -> None:
         stub = self._stubs().engine.UnregisterKvCache
         message = engine.encode_unregister_request(engine_id)
-        await self._call(stub, message, _nothing, timeout_s or self.options.copy_s)
+        await self._call(stub, message, _nothing, self._copy_s(timeout_s))
 
     # ---- cache ------------------------------------------------------------------------------------------------------
 
@@ -139,20 +141,20 @@ class AioClient:
     ) -> PrefetchStatus:
         stub = self._stubs().cache.QueryPrefetchStatus
         message = cache.encode_query_request(engine_id, job_id, wait_ms)
-        timeout_s = timeout_s or self.options.call_s + wait_ms / 1000
+        timeout_s = self.options.call_s + wait_ms / 1000 if timeout_s is None else timeout_s
         return await self._call(stub, message, cache.decode_query_response, timeout_s)
 
     async def store(self, request: api.StoreRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
         stub = self._stubs().cache.Store
         message = cache.encode_store_request(request)
-        return await self._call(stub, message, cache.decode_store_response, timeout_s or self.options.copy_s)
+        return await self._call(stub, message, cache.decode_store_response, self._copy_s(timeout_s))
 
     async def retrieve(
         self, request: api.RetrieveRequest, *, timeout_s: float | None = None
     ) -> tuple[ChunkResult, ...]:
         stub = self._stubs().cache.Retrieve
         message = cache.encode_retrieve_request(request)
-        return await self._call(stub, message, cache.decode_retrieve_response, timeout_s or self.options.copy_s)
+        return await self._call(stub, message, cache.decode_retrieve_response, self._copy_s(timeout_s))
 
     async def free(self, request: api.FreeRequest, *, timeout_s: float | None = None) -> int:
         stub = self._stubs().cache.FreeLookupLocks
@@ -166,7 +168,7 @@ class AioClient:
     async def fence(self, engine_id: str, call_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
         stub = self._stubs().cache.Fence
         message = cache.encode_fence_request(engine_id, call_ids)
-        await self._call(stub, message, _nothing, timeout_s or self.options.copy_s)
+        await self._call(stub, message, _nothing, self._copy_s(timeout_s))
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
@@ -205,6 +207,9 @@ class AioClient:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
+    def _copy_s(self, timeout_s: float | None) -> float:
+        return self.options.copy_s if timeout_s is None else timeout_s
+
     def _stubs(self) -> _Open:
         claim_process()
         if self._opened is not None:
@@ -214,6 +219,7 @@ class AioClient:
         channel = open_channel(self.address, self.options)
         add_connection(channel, self.address)
         self._opened = _Open(
+            os.getpid(),
             channel,
             cache_pb2_grpc.KvCacheServiceStub(channel),
             engine_pb2_grpc.EngineServiceStub(channel),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import stat
 import sys
 from weakref import WeakKeyDictionary
 
@@ -103,6 +104,8 @@ def release_inherited_sockets() -> None:
 
 def _release(fd: int, null: int, addresses: list[Address]) -> None:
     try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return
         copy = socket.socket(fileno=os.dup(fd))
     except OSError:
         return

@@ -6,9 +6,11 @@ Prints one JSON line: what each child said, and how the parent fared.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
@@ -16,7 +18,7 @@ import time
 from typing import Any
 
 from kvgrpc import api
-from kvgrpc.client import Client, ForkedProcessError, SchedulerClient, WorkerClient
+from kvgrpc.client import AioClient, Client, ForkedProcessError, SchedulerClient, WorkerClient
 from tests.client.fakes import ENGINE, IDENTITY
 from tests.client.memory import register_request, tokens
 
@@ -50,6 +52,7 @@ def child(results: Any, clients: tuple[Client, SchedulerClient, WorkerClient], a
         outcome(lambda: scheduler.try_lookup("r1", tokens(32))),
         outcome(lambda: scheduler.discard("r1")),
         outcome(lambda: worker.store(tokens(32), ((1,),))),
+        outcome(worker.blocks_in_flight),
         outcome(lambda: Client(address).handshake(api.Hello())),
         outcome(lambda: SchedulerClient(address, ENGINE, IDENTITY).start()),
     ]
@@ -123,5 +126,37 @@ def die_with_a_child(address: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def keep_a_pipe(address: str) -> None:
+    """Forks a child that closes its end of a pipe and lives on; prints what the parent then reads of it."""
+    worker = WorkerClient(address, register_request())
+    assert worker.start()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        signal.pause()
+    os.close(write_end)
+    ended = bool(select.select([read_end], [], [], 5.0)[0]) and os.read(read_end, 1) == b""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    print("ended" if ended else "held open", flush=True)
+
+
+def close_in_a_child(address: str) -> None:
+    """Closes an AioClient of the parent in a child, and uses it again in the parent."""
+    loop = asyncio.new_event_loop()
+    client = AioClient(address)
+    loop.run_until_complete(client.handshake(api.Hello()))
+    pid = os.fork()
+    if pid == 0:
+        asyncio.new_event_loop().run_until_complete(client.close())
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    info = loop.run_until_complete(client.handshake(api.Hello()))
+    loop.run_until_complete(client.close())
+    print(os.waitstatus_to_exitcode(status), info.server_version, flush=True)
+
+
 if __name__ == "__main__":
-    (die_with_a_child if sys.argv[2:] == ["die"] else main)(sys.argv[1])
+    parts = {"die": die_with_a_child, "pipe": keep_a_pipe, "close": close_in_a_child}
+    parts.get(sys.argv[2] if sys.argv[2:] else "", main)(sys.argv[1])

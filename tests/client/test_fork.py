@@ -26,7 +26,7 @@ def test_children_are_refused_at_once_and_the_parent_goes_on(server: FakeServer,
     report = json.loads(done.stdout)
     assert report["codes"] == [0] * 8
     for child in report["children"]:
-        assert child["said"] == ["refused"] * 6
+        assert child["said"] == ["refused"] * 7
         assert child["sockets"] == 0, "the parent's connections are let go"
         assert child["seconds"] < 5
     assert report["parent"] == {"version": "fake", "hit_tokens": 32, "stored": 2, "attached": True}
@@ -46,3 +46,12 @@ def test_a_forked_child_does_not_keep_its_dead_parents_session(server: FakeServe
             os.kill(child, 0)  # it still lives
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("part", "says"), [("pipe", "ended"), ("close", "0 fake")])
+def test_a_forked_child_keeps_nothing_of_its_parent(server: FakeServer, part: str, says: str) -> None:
+    """Neither other descriptors than it has anyway, nor the connection that it closes."""
+    server.start()
+    command = [sys.executable, "-m", "tests.client.forking", server.address, part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, says), done.stderr
