@@ -65,6 +65,7 @@ class Copy:
     request: api.StoreRequest | api.RetrieveRequest
     timeout_s: float | None
     future: CopyFuture
+    begun: bool = False
 
     @property
     def is_store(self) -> bool:
@@ -117,7 +118,13 @@ class Copies:
 
     def begin(self, copy: Copy) -> None:
         """Sends the call; calls go out in the order of ``begin``."""
-        self.spawn(self._run(copy))
+        task = self.spawn(self._run(copy))
+        task.add_done_callback(lambda _: self._let_go(copy))
+
+    def _let_go(self, copy: Copy) -> None:
+        if not copy.begun:  # cancelled before anything was sent
+            reason = Reason.SERVER_UNREACHABLE.value
+            copy.future.set_result(copy.failed(reason, self._session.chunk_tokens))
 
     def revoke(self, call_ids: Sequence[int]) -> None:
         """Asks the server to stop these calls; their own answers, or fences, then say when they have."""
@@ -126,6 +133,7 @@ class Copies:
     # ---- one copy ---------------------------------------------------------------------------------------------------
 
     async def _run(self, copy: Copy) -> None:
+        copy.begun = True
         try:
             copy.future.set_result(await self._results(copy))
         except Exception as error:  # noqa: BLE001 - outermost: not sent, or answered, so that its blocks are free

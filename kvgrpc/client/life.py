@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
 import struct
 from typing import Any
@@ -35,7 +34,11 @@ def open_pidfd(address: Address) -> int | None:
     """A descriptor of the process that listens on a Unix socket, or None where there is no way to have one."""
     if not address.is_unix:
         return None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptors are left
+        return None
+    with sock:
         sock.setblocking(False)
         try:
             sock.connect(address.path)
@@ -82,11 +85,14 @@ class ServerLife:
         self.ended = asyncio.Event()
         self._address = address
         self._pidfd = open_pidfd(address)
+        if self._pidfd is not None:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
 
     def close(self) -> None:
         """Lets go of the descriptor."""
         pidfd, self._pidfd = self._pidfd, None
         if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)  # before another file gets its number
             os.close(pidfd)
 
     def succeeded(self) -> None:
@@ -97,8 +103,7 @@ class ServerLife:
     async def watch(self) -> None:
         """Sets ``ended`` once there is evidence. Run it while the server cannot be reached; cancel it when it can."""
         if self._pidfd is not None:
-            await _readable(self._pidfd)
-            self.ended.set()
+            await self.ended.wait()
             return
         loop = asyncio.get_running_loop()
         refused_since: float | None = None
@@ -111,14 +116,7 @@ class ServerLife:
                 self.ended.set()
             await asyncio.sleep(POLL_S)
 
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    if select.select([descriptor], [], [], 0)[0]:
-        return
-    ready = asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
+    def _process_ended(self) -> None:
+        assert self._pidfd is not None
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.ended.set()

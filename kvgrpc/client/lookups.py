@@ -96,6 +96,9 @@ class Query:
     may_have_job: bool = False
     """The server may have recorded a job that nobody will use."""
 
+    def is_same(self, attempt: int, session_number: int) -> bool:
+        return (self.attempt, self.session_number) == (attempt, session_number)
+
 
 class Lookups:
     """Does the asking for a SchedulerClient; ``report`` tells its breaker how calls went, ``is_back`` that a hang is
@@ -121,7 +124,12 @@ class Lookups:
         before = self._tails.get(query.request_id)
         task = self._spawn(self._look(query, before))
         self._tails[query.request_id] = task
-        task.add_done_callback(lambda done: self._untail(query, done, before))
+        task.add_done_callback(lambda done: self._looked(query, done, before))
+
+    def _looked(self, query: Query, done: asyncio.Task[None], before: asyncio.Task[None] | None) -> None:
+        self._untail(query, done, before)
+        if not query.future.done():  # cancelled before it had begun
+            query.future.set_result(LookupResult(reason=Reason.SERVER_UNREACHABLE.value))
 
     def supersede(self, query: Query) -> None:
         """Another attempt of the request is coming: gives back what this one pinned."""

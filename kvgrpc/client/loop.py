@@ -2,7 +2,8 @@
 """The background thread of a blocking client: one event loop that owns the channel and all that hangs on it.
 
 Thread rule: ``run``, ``submit``, ``post`` and ``stop`` may be called from any thread but the loop's own; everything
-that they are given runs on the loop's thread, and nothing else touches what lives there.
+that they are given runs on the loop's thread, and nothing else touches what lives there. What was handed over before
+``stop`` has begun is begun, and then cancelled; what comes later is refused. So nobody waits for what never runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from kvgrpc.client.fork import ForkedProcessError, claim_process
@@ -29,33 +30,53 @@ class LoopThread:
         self._pid = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call in while its thread holds it
         self._stopped = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Runs a coroutine. Raises ForkedProcessError in a forked child, RuntimeError after stop."""
         try:
-            loop = self._running()
+            self.check_process()
+            with self._lock:
+                return asyncio.run_coroutine_threadsafe(work, self._running())
         except RuntimeError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(work, loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine and waits for it; if the caller is interrupted, the coroutine is cancelled."""
+        """Runs a coroutine and waits for it; if the caller is interrupted, the coroutine is cancelled.
+
+        RuntimeError also when the loop is stopped meanwhile.
+        """
+        try:
+            self.check_thread()
+        except RuntimeError:
+            work.close()
+            raise
         future = self.submit(work)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError("the client was closed meanwhile") from None
         finally:
             future.cancel()
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Calls a function on the loop's thread, in the order of the posts."""
-        self._running().call_soon_threadsafe(callback, *args)
+        self.check_process()
+        with self._lock:
+            self._running().call_soon_threadsafe(callback, *args)
 
     def check(self) -> None:
         """Raises ForkedProcessError in a forked child, RuntimeError after stop."""
-        self._running()
+        self.check_process()
+        if self._loop is None:
+            with self._lock:
+                self._running()
+
+    @property
+    def has_started(self) -> bool:
+        return self._loop is not None
 
     @property
     def is_inherited(self) -> bool:
@@ -70,31 +91,34 @@ class LoopThread:
             self._stopped = True
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        loop.call_soon_threadsafe(loop.stop)
+            if loop is None or thread is None:
+                return
+            loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_S)
 
-    def _running(self) -> asyncio.AbstractEventLoop:
-        loop = self._loop
-        if loop is not None and self._pid == os.getpid():
-            return loop
-        return self._start()
-
-    def _start(self) -> asyncio.AbstractEventLoop:
+    def check_process(self) -> None:
+        """Raises ForkedProcessError in a forked child. Call it before any lock is taken: a thread of the parent may
+        have held that when the child was forked."""
         if self.is_inherited:
             claim_process()
             raise ForkedProcessError("this client was made in another process; make one in this process")
-        with self._lock:
-            if self._stopped:
-                raise RuntimeError("the client is closed")
-            if self._loop is None:
-                claim_process()
-                self._pid = os.getpid()
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError on the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback of this client's futures must not wait for the client")
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        """The loop; under the lock only."""
+        if self._stopped:
+            raise RuntimeError("the client is closed")
+        if self._loop is None:
+            claim_process()
+            self._pid = os.getpid()
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -102,11 +126,11 @@ class LoopThread:
         try:
             loop.run_forever()
         finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left:
-                loop.run_until_complete(asyncio.wait(left, timeout=STOP_S))
+            end = loop.time() + STOP_S
+            while (left := asyncio.all_tasks(loop)) and loop.time() < end:
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left, timeout=end - loop.time()))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 

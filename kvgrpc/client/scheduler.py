@@ -62,6 +62,7 @@ class SchedulerClient:
         self._options = options
         self._api = AioClient(address, self.client_id, options.channel)
         self._member = Membership(engine_id, Role.SCHEDULER, identity=identity)
+        self._member.check()
         self._loop = LoopThread("kvgrpc-scheduler")
         self._lock = threading.Lock()
         self._queries: dict[str, Query] = {}
@@ -87,11 +88,14 @@ class SchedulerClient:
 
     def close(self) -> None:
         """Ends the session, and with it the engine's jobs. Harmless when repeated."""
+        if self._loop.is_inherited:
+            return
+        self._loop.check_thread()
         if self._lookups is not None:
             try:
                 self._loop.run(self._lookups.close())
-            except RuntimeError:  # closed before, or this is a forked child with nothing to close
-                return
+            except RuntimeError:  # closed before
+                pass
         self._loop.stop()
 
     @property
@@ -155,6 +159,7 @@ class SchedulerClient:
             return LookupResult(reason="IN_FLIGHT_LIMIT")
         if isinstance(found, LookupResult):
             return found
+        self._loop.check_thread()
         try:
             return found.result(timeout_s)
         except FutureTimeoutError:
@@ -191,7 +196,7 @@ class SchedulerClient:
             return LookupResult(reason=Reason.SERVER_DRAINING.value)
         with self._lock:
             query = self._queries.get(request_id)
-            if query is not None and query.attempt == attempt and query.session_number == session.number:
+            if query is not None and query.is_same(attempt, session.number):
                 return query.future
         if session.attachment is None:
             return LookupResult(reason=Reason.SERVER_UNREACHABLE.value)
@@ -216,19 +221,26 @@ class SchedulerClient:
             query.content = content() if callable(content) else content
             check_content(query.content)
         except BaseException:
-            self._report(permit, None)
-            query.future.cancel()
+            self._unask(query)
             raise
         with self._lock:
             older = self._queries.pop(query.request_id, None)
-            self._queries[query.request_id] = query
+            twin = older if older is not None and older.is_same(query.attempt, query.session_number) else None
+            self._queries[query.request_id] = twin or query
             oldest = next(iter(self._queries)) if len(self._queries) > self._options.remembered else None
+        if twin is not None:  # another thread asked meanwhile
+            self._unask(query)
+            return twin.future
         if older is not None:
             self._loop.post(lookups.supersede, older)
         self._loop.post(lookups.look, query)
         if oldest is not None:
             self.discard(oldest)
         return query.future
+
+    def _unask(self, query: Query) -> None:
+        self._report(query.permit, None)
+        query.future.cancel()
 
     def _answered(self, _: Future[LookupResult]) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvgrpc.client.life import ServerLife
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Role, SpaceIdentity
 from kvgrpc.transfer.host import host_id
+from kvgrpc.wire import engine
 
 Stream = AsyncGenerator[api.AttachEvent, None]
 log = logging.getLogger("kvgrpc.client")
@@ -58,6 +59,17 @@ class Membership:
     identity: SpaceIdentity | None = None
     register: api.RegisterRequest | None = None
 
+    @property
+    def hello(self) -> api.Hello:
+        return api.Hello(client_version=f"kvgrpc-python {__version__}", identity=self.identity)
+
+    def check(self) -> None:
+        """Raises TypeError, ValueError or AttributeError for what could never be sent."""
+        engine.encode_handshake_request(self.hello)
+        engine.encode_attach_request(self.engine_id, self.role, b"")
+        if self.register is not None:
+            engine.encode_register_request(self.register)
+
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
@@ -74,7 +86,7 @@ class Attachment:
 
 def _wait(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome is not None else None
-    passing = not isinstance(error, Refusal) or error.reason in _PASSING
+    passing = isinstance(error, Refusal) and error.reason in _PASSING
     return (_soon if passing else _later)(state)
 
 
@@ -103,8 +115,8 @@ class Session:
         self.problem: Refusal | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
-        retrying: Any = AsyncRetrying(retry=retry_if_exception_type(Refusal), wait=_wait, before_sleep=self._note)
+        """Until cancelled. Whatever fails is noted as the problem, and tried again: there is nobody else to do it."""
+        retrying: Any = AsyncRetrying(retry=retry_if_exception_type(Exception), wait=_wait, before_sleep=self._note)
         try:
             while True:
                 stream: Stream = await retrying(self._open)
@@ -127,9 +139,9 @@ class Session:
         if self._holding is not None and self.attachment is not None:
             self._holding.cancel()
 
-    async def wait_change(self) -> None:
-        """Returns at the next change of the session."""
-        await self._changed.wait()
+    def wait_change(self) -> Coroutine[Any, Any, Any]:
+        """To be awaited: returns at the first change after this call, also one that comes before it is awaited."""
+        return self._changed.wait()
 
     async def changed(self, timeout_s: float) -> None:
         """Returns at the next change of the session, or after the time."""
@@ -150,11 +162,14 @@ class Session:
 
     async def _open(self) -> Stream:
         info = await self._handshake()
+        known = self.lives.copy()
         life = self._life(info.server_epoch)
         stream = self._client.attach(self._member.engine_id, self._member.role, self._session_id)
         try:
             first = await asyncio.wait_for(anext(stream), self._client.options.call_s)
             if first.draining or first.server_epoch != info.server_epoch:
+                if life not in known:
+                    self._forget(life)
                 raise Refusal(Reason.SERVER_UNREACHABLE, "the server was replaced between handshake and attach")
             registration = await self._register()
         except (StopAsyncIteration, asyncio.TimeoutError):
@@ -168,10 +183,9 @@ class Session:
 
     async def _handshake(self) -> api.ServerInfo:
         """Waits for a server that answers, without a pause: the channel itself backs off, for less than a second."""
-        hello = api.Hello(client_version=f"kvgrpc-python {__version__}", identity=self._member.identity)
         while True:
             try:
-                return await self._client.handshake(hello, timeout_s=HANDSHAKE_S, wait_for_server=True)
+                return await self._client.handshake(self._member.hello, timeout_s=HANDSHAKE_S, wait_for_server=True)
             except Refusal as refusal:
                 if refusal.reason is not Reason.DEADLINE:
                     raise
@@ -190,6 +204,13 @@ class Session:
         self.lives.append(life)
         self._watch(self.lives)
         return life
+
+    def _forget(self, life: ServerLife) -> None:
+        """It was never attached to, so nothing of this client runs there; and its process may be mistaken."""
+        life.ended.set()
+        self._stop_watching()
+        self._drop_ended()
+        self._watch(self.lives)
 
     def _drop_ended(self) -> None:
         for life in self.lives:
@@ -238,6 +259,9 @@ class Session:
         error = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, Refusal):
             self._note_problem(error)
+        elif error is not None:
+            log.error("opening the session failed", exc_info=error)
+            self._note_problem(Refusal(Reason.INTERNAL, f"this client failed: {error!r}"))
 
     def _note_problem(self, problem: Refusal) -> None:
         if self.problem is None or self.problem.reason is not problem.reason:

@@ -36,7 +36,8 @@ class Client:
     def close(self) -> None:
         """Closes the channel and ends the thread. Harmless when repeated."""
         try:
-            self._loop.run(self._aio.close())
+            if self._loop.has_started:
+                self._loop.run(self._aio.close())
         except RuntimeError:  # closed before, or this is a forked child with nothing to close
             pass
         self._loop.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import DEFAULT_POLICY, Policy, Role, SpaceRef, TokenRange
+
+LEAVE_S = 0.2
+"""For taking the memory back when copies took all the time there was; the end of the session does it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class WorkerClient:
         self._options = options
         self._api = AioClient(address, self.client_id, options.channel)
         self._member = Membership(request.engine_id, Role.WORKER, register=request)
+        self._member.check()
         self._loop = LoopThread("kvgrpc-worker")
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
@@ -61,6 +66,7 @@ class WorkerClient:
         self._session: Session | None = None
         self._copies: Copies | None = None
         self._closing = False
+        self._closed = threading.Event()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -77,7 +83,8 @@ class WorkerClient:
         return await self._session.wait_attached(wait_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Revokes what runs, waits for it, takes the memory back and ends the session. Harmless when repeated.
+        """Revokes what runs, waits for it, takes the memory back and ends the session, within ``timeout_s`` and a
+        moment. Harmless when repeated.
 
         True when all blocks are free. False: the server may still touch blocks of the futures that are unfinished,
         until it has seen the end of the session; keep the memory mapped until it is unregistered or the server has
@@ -85,21 +92,28 @@ class WorkerClient:
         """
         if self._loop.is_inherited:
             return True
+        self._loop.check_thread()
+        end = time.monotonic() + timeout_s
         with self._lock:
             closing, self._closing = self._closing, True
             pending = [copy.future for copy in self._pending.values()]
-        if closing or self._copies is None:
-            self._loop.stop()
-            return not pending
-        try:
-            self.fence([future.call_id for future in pending])
-            left = wait(pending, timeout_s).not_done
-            if not left:
-                self._loop.run(self._leave(timeout_s))
-            self._loop.run(self._copies.close())
-        finally:
-            self._loop.stop()
-        return not left
+        if closing:  # by another thread, or before
+            self._closed.wait(timeout_s)
+        else:
+            try:
+                self._end(pending, end)
+            finally:
+                self._loop.stop()
+                self._closed.set()
+        return all(future.done() for future in pending)
+
+    def _end(self, pending: Sequence[CopyFuture], end: float) -> None:
+        if self._copies is None:
+            return
+        self.fence([future.call_id for future in pending])
+        if not wait(pending, end - time.monotonic()).not_done:
+            self._loop.run(self._leave(max(end - time.monotonic(), LEAVE_S)))
+        self._loop.run(self._copies.close())
 
     async def _leave(self, timeout_s: float) -> None:
         if self._session is not None and self._session.attachment is not None:
@@ -182,7 +196,8 @@ class WorkerClient:
         return ended
 
     def blocks_in_flight(self) -> frozenset[tuple[int, int]]:
-        """(KV group, block id) of all blocks that belong to the server."""
+        """(KV group, block id) of all blocks that belong to the server. Raises ForkedProcessError in a forked child."""
+        self._loop.check_process()
         with self._lock:
             pending = list(self._pending.values())
         return frozenset(
