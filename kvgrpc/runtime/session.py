@@ -52,7 +52,7 @@ class DriverSession:
         if hello.identity is not None:
             space_base = driver.book.space_base(driver.now(), hello.identity)
         limits = driver.limits
-        arena_bytes = driver.book.arena_status().total_bytes
+        arena_bytes = driver.hands.arena.size_bytes  # also while parts of it are still missing
         return api.ServerInfo(
             protocol_major=api.PROTOCOL_MAJOR,
             protocol_minor=api.PROTOCOL_MINOR,
@@ -239,12 +239,15 @@ class DriverSession:
             policy=request.policy,
             cleared=driver.forgets != forgets,
         )
-        results = driver.book.store(driver.now(), self._client_id, command)
-        return await self._results(request.call_id, results)
+        results, call_id = driver.book.store(driver.now(), self._client_id, command), request.call_id
+        del request, content, command  # the bookkeeper has kept what it needs
+        return await self._results(call_id, results)
 
     async def retrieve(self, request: api.RetrieveRequest) -> tuple[ChunkResult, ...]:
         results = self._driver.book.retrieve(self._driver.now(), self._client_id, request)
-        return await self._results(request.call_id, results)
+        call_id = request.call_id
+        del request  # the bookkeeper has kept what it needs
+        return await self._results(call_id, results)
 
     async def _results(self, call_id: int, results: tuple[ChunkResult, ...] | None) -> tuple[ChunkResult, ...]:
         if results is not None:
