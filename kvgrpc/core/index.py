@@ -186,20 +186,25 @@ class Index:
         if table.live:
             self.eviction.use([chunk for key in keys if (chunk := get(key)) is not None], priority)
 
-    def pin(self, chunk: Chunk) -> None:
-        """One more lease or read holds the chunk."""
-        if not chunk.pins:
-            chunk.table.pinned += chunk.complete
-            self.pinned_bytes += chunk.ready_bytes
-        chunk.pins += 1
+    def pin(self, chunks: Sequence[Chunk]) -> None:
+        """One more lease or read holds each of them."""
+        for chunk in chunks:
+            if not chunk.pins:
+                chunk.table.pinned += chunk.complete
+                self.pinned_bytes += chunk.ready_bytes
+            chunk.pins += 1
 
-    def unpin(self, chunk: Chunk) -> None:
-        """One less."""
-        chunk.pins -= 1
-        if not chunk.pins:
-            chunk.table.pinned -= chunk.complete
-            self.pinned_bytes -= chunk.ready_bytes
-            self._rest(chunk)
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        """One less each."""
+        queues = self.eviction.queues
+        for chunk in chunks:
+            chunk.pins -= 1
+            if not chunk.pins:
+                table = chunk.table
+                table.pinned -= chunk.complete
+                self.pinned_bytes -= chunk.ready_bytes
+                if not table.live or not chunk.slots or queues[chunk.priority].parked or chunk.account.queues:
+                    self._rest(chunk)  # else that changes nothing, and most of a lookup's time goes here
 
     def hold(self, chunk: Chunk) -> None:
         """One more retention or operator pin keeps the chunk."""

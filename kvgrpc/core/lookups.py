@@ -70,8 +70,7 @@ class Lookups:
         job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
         if pinned:
-            for chunk in found:
-                self._index.pin(chunk)
+            self._index.pin(found)
             self._leases.grant(lease, found)
         self._index.eviction.use(found, command.policy.priority)
         self._jobs.add(job, now)

@@ -330,8 +330,8 @@ class RetrievePlan(Plan):
             chunk = self._find(at)
             if chunk is None:
                 break
-            self._desk.index.pin(chunk)
             pinned.append(chunk)
+        self._desk.index.pin(pinned)
         return pinned
 
     def _find(self, at: int) -> Chunk | None:
@@ -384,8 +384,7 @@ class RetrievePlan(Plan):
         """The prefix up to the range's end was used; the call's pins go."""
         index = self._desk.index
         index.use(self._job.table, self._keys[: self._end], self._job.priority)
-        for chunk in self.pinned or ():
-            index.unpin(chunk)
+        index.unpin(self.pinned or ())
         self.pinned = None
         counters = self._desk.ledger.counters
         loaded = sum(known == LOADED for known in self._outcomes)
