@@ -13,7 +13,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -64,6 +64,18 @@ test: lint ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all test
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
+	$(MAKE) --no-print-directory test-protobuf7
+
+# Development runs on protobuf 6; what speaks the protocol runs on the next major, too, which users get.
+PROTOBUF7 := protobuf==7.36.2
+
+build/protobuf7: $(STAMP)
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $@ $(PROTOBUF7)
+	@touch $@
+
+test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes messages, on protobuf 7
+	@PYTHONPATH=build/protobuf7 $(PY) -c 'import google.protobuf as p; assert p.__version__.startswith("7."), p.__version__'
+	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client
 
 # The C++ tests, without Python, one program a sanitizer.
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all
