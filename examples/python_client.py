@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest engine: one process stores the KV of a prompt, another one finds it and reads it back.
 
-    kvgrpc serve                                                   # in one terminal; prints its address
-    python examples/python_client.py unix:/run/kvgrpc/kvgrpc.sock  # in another
+    kvgrpc serve                        # in one terminal
+    python examples/python_client.py    # in another; with the server's address behind it if that is not the default
 
 An engine has one SchedulerClient (it looks up) and a WorkerClient for each process with KV memory (it stores and
 retrieves). Here both live in one process, and the "KV cache" is made-up bytes: 2 layers x (K, V) x 64 blocks.
+docs/python.md explains each step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,26 @@ import mmap
 import os
 import random
 import secrets
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-from kvgrpc.api import BlockForm, KvGroup, Layout, RegisterRequest, Runs, SharedMemory, Tokens
-from kvgrpc.client import SchedulerClient, WorkerClient
-from kvgrpc.core.types import ChunkOutcome, SpaceIdentity, TokenRange
+from kvgrpc.client import (
+    OWN_HASH_ALGORITHM,
+    BlockForm,
+    ChunkOutcome,
+    KvGroup,
+    Layout,
+    RegisterRequest,
+    Runs,
+    SchedulerClient,
+    SharedMemory,
+    SpaceIdentity,
+    TokenRange,
+    Tokens,
+    WorkerClient,
+    default_address,
+)
 
 BLOCK_SIZE, NUM_BLOCKS, LAYERS, PLANES, HEADS, HEAD_DIM = 16, 64, 2, 2, 2, 8
 RUN_BYTES = BLOCK_SIZE * HEADS * HEAD_DIM  # one block of one plane of one layer; elements of one byte
@@ -36,7 +49,7 @@ IDENTITY = SpaceIdentity(
     revision="1",
     kv_dtype="uint8",
     kv_world_size=1,
-    hash_algorithm="sha256-u32le",  # the server hashes the tokens
+    hash_algorithm=OWN_HASH_ALGORITHM,  # the server hashes the tokens
     stored_form=f"token-major:{HEADS}:{HEAD_DIM}:{PLANES}",
 )
 
@@ -46,11 +59,6 @@ class Engine:
 
     def __init__(self, address: str) -> None:
         self._file = Path("/dev/shm") / f"kvgrpc-example-{secrets.token_hex(8)}"
-        descriptor = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        os.posix_fallocate(descriptor, 0, POOL_BYTES)
-        self.memory = mmap.mmap(descriptor, POOL_BYTES)
-        os.close(descriptor)
-
         runs = Runs(
             memory_index=0,
             base_bytes=0,
@@ -67,6 +75,11 @@ class Engine:
         request = RegisterRequest(engine_id, IDENTITY, kv_rank=0, tp_rank=0, tp_size=1, kv_tp_size=1, layout=layout)
         self.scheduler = SchedulerClient(address, engine_id, IDENTITY)
         self.worker = WorkerClient(address, request)
+
+        descriptor = os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        os.posix_fallocate(descriptor, 0, POOL_BYTES)
+        self.memory = mmap.mmap(descriptor, POOL_BYTES)
+        os.close(descriptor)
         for client in (self.scheduler, self.worker):
             if not client.start(wait_s=10):  # never raises: later calls would be misses until the server is there
                 problem = client.problem
@@ -86,7 +99,7 @@ class Engine:
 def main(address: str, part: str = "store", expected: str = "") -> None:
     engine = Engine(address)
     try:
-        tokens = Tokens(struct.pack(f"<{len(PROMPT)}I", *PROMPT))
+        tokens = Tokens.from_ids(PROMPT)
         if part == "store":
             blocks = list(range(len(PROMPT) // BLOCK_SIZE))  # in token order; any ids will do
             engine.memory[:] = random.Random(1).randbytes(POOL_BYTES)  # "computes" the prompt: the same in every run
@@ -115,6 +128,4 @@ def main(address: str, part: str = "store", expected: str = "") -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit("usage: python_client.py ADDRESS, as `kvgrpc serve` prints it")
-    main(*sys.argv[1:])
+    main(*(sys.argv[1:] or [default_address()]))

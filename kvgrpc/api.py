@@ -8,7 +8,9 @@ All methods are coroutines of one event loop; nothing here may be called from an
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -47,6 +49,14 @@ class Tokens:
     """Token ids of a prompt as raw unsigned 32-bit little-endian memory (4 bytes a token)."""
 
     data: bytes | bytearray | memoryview
+
+    @classmethod
+    def from_ids(cls, ids: Iterable[int]) -> Tokens:
+        """Of a list or any other iterable of ids from 0 to 2**32 - 1 (OverflowError)."""
+        packed = array("I", ids)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return cls(packed.tobytes())
 
     @property
     def num_tokens(self) -> int:

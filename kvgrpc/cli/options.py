@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from pydantic.fields import FieldInfo
@@ -15,7 +15,6 @@ from kvgrpc.config.values import format_size
 C = TypeVar("C", bound=Callable[..., Any])
 
 _REPEATED = {"listen", "allow_uid", "quota"}
-_SWITCHES = {"insecure", "reflection"}
 
 
 def settings_options(command: C) -> C:
@@ -31,8 +30,8 @@ def flag(name: str) -> str:
 
 def _option(name: str, field: FieldInfo) -> Callable[[C], C]:
     text = f"{field.description}{_default(name, field.default)}"
-    if name in _SWITCHES:
-        return click.option(f"{flag(name)}/--no-{name}", name, default=None, help=text)
+    if bool in (field.annotation, *get_args(field.annotation)):
+        return click.option(f"{flag(name)}/--no-{flag(name)[2:]}", name, default=None, help=text)
     if name in _REPEATED:
         return click.option(flag(name), name, multiple=True, metavar=_metavar(name), help=text + " (may be repeated)")
     return click.option(flag(name), name, default=None, metavar=_metavar(name), help=text)
@@ -40,6 +39,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[C], C]:
 
 def _metavar(name: str) -> str:
     words = {"listen": "HOST:PORT", "quota": "SALT=SIZE", "allow_uid": "UID", "socket": "PATH", "socket_mode": "MODE"}
+    words |= {"arena_path": "PATH", "socket_group": "GROUP"}
     if name in words:
         return words[name]
     last = name.rsplit("_", 1)[-1]

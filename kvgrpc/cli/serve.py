@@ -14,6 +14,7 @@ from kvgrpc import __version__
 from kvgrpc.app import Choices
 from kvgrpc.app import serve as serve_settings
 from kvgrpc.cli.options import settings_options
+from kvgrpc.config.places import UntrustedSocketError, claim_default_socket
 from kvgrpc.config.settings import SettingsError, load_settings
 from kvgrpc.config.values import format_size
 from kvgrpc.service.listeners import ListenError
@@ -32,9 +33,11 @@ def serve(**flags: Any) -> None:
     """
     try:
         settings = load_settings(**flags)
+        if settings.socket is None:
+            claim_default_socket()
         configure(settings.log_level, settings.log_format)
         asyncio.run(serve_settings(settings, announce))
-    except (SettingsError, ListenError, ArenaError) as error:
+    except (SettingsError, UntrustedSocketError, ListenError, ArenaError) as error:
         raise click.ClickException(str(error)) from None
 
 

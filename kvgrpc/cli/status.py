@@ -10,23 +10,31 @@ from rich.console import Console
 
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client.aio import AioClient
-from kvgrpc.config.settings import SettingsError, load_settings
+from kvgrpc.client.default import default_address
+from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
 
 @click.command()
-@click.option("--address", metavar="ADDRESS", help="unix:/path or host:port; default: the socket that `serve` chooses")
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="unix:/path or host:port; default: KVGRPC_SOCKET, else the socket that `serve` of this user chooses",
+)
 @click.option("--json", "json_form", is_flag=True, help="print JSON for programs instead of a screen")
 def status(address: str | None, json_form: bool) -> None:
     """Show what a server holds and who uses it."""
+    target = address or ""
     try:
-        target = address or f"unix:{load_settings().socket_path()}"
+        target = target or default_address()
         snapshot = asyncio.run(take_snapshot(target))
-    except (SettingsError, ValueError) as error:
+    except (UntrustedSocketError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except Refusal as refusal:
-        hint = "; is one running? (kvgrpc serve)" if refusal.reason is Reason.SERVER_UNREACHABLE else ""
-        raise click.ClickException(f"the server did not answer: {refusal.message}{hint}") from None
+        if refusal.reason is not Reason.SERVER_UNREACHABLE:
+            raise click.ClickException(f"the server at {target} did not answer: {refusal.message}") from None
+        text = f"no server answers at {target}; is one running (kvgrpc serve), and there?\n  {refusal.message}"
+        raise click.ClickException(text) from None
     if json_form:
         click.echo(as_json(snapshot))
     else:

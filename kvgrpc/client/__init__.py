@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of a server: plain ones (AioClient, Client), and what an engine's scheduler and workers use.
+"""All that a Python program needs of kvgrpc: the clients, and the words of their calls. docs/python.md is the manual.
+
+SchedulerClient and WorkerClient are for engines; AioClient and Client are the bare protocol, also for operators.
 
 Names are loaded when they are first asked for, so that ``import kvgrpc.client`` costs next to nothing. Import it before
 gRPC (fork.py says why).
@@ -11,58 +13,173 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvgrpc.api import (
+        OWN_HASH_ALGORITHM,
+        AttachEvent,
+        BlockForm,
+        ClearTarget,
+        Content,
+        CudaIpcMemory,
+        ExecutorStatus,
+        FreeRequest,
+        GroupKind,
+        Hashes,
+        Hello,
+        KvGroup,
+        Layout,
+        Limits,
+        LookupRequest,
+        Memory,
+        RegisterAnswer,
+        RegisterRequest,
+        RetrieveRequest,
+        Runs,
+        ServerInfo,
+        ServerStatus,
+        SharedMemory,
+        StoreRequest,
+        TierStatus,
+        Tokens,
+    )
     from kvgrpc.client.address import Address, parse_address
     from kvgrpc.client.aio import AioClient
     from kvgrpc.client.breaker import BreakerSettings
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
+    from kvgrpc.client.default import default_address
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
     from kvgrpc.client.parallel import ParallelStrategy
     from kvgrpc.client.scheduler import SchedulerClient, SchedulerOptions
     from kvgrpc.client.sync import Client
     from kvgrpc.client.worker import WorkerClient, WorkerOptions
+    from kvgrpc.config.places import UntrustedSocketError
+    from kvgrpc.core.errors import Reason, Refusal
+    from kvgrpc.core.types import (
+        ArenaStatus,
+        ChunkOutcome,
+        ChunkResult,
+        Cleared,
+        ClientStatus,
+        Ended,
+        EngineStatus,
+        Held,
+        LookupAnswer,
+        Policy,
+        PrefetchStatus,
+        Priority,
+        Reader,
+        Role,
+        SpaceIdentity,
+        SpaceRef,
+        SpaceStatus,
+        TokenRange,
+    )
+    from kvgrpc.transfer.layout import stored_form
 
 import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
 
-_PLACES = {
-    "Address": "address",
-    "AioClient": "aio",
-    "BreakerSettings": "breaker",
-    "ChannelOptions": "channel",
-    "Client": "sync",
-    "CopyFuture": "copies",
-    "ForkedProcessError": "fork",
-    "LookupBounds": "lookups",
-    "LookupResult": "lookups",
-    "ParallelStrategy": "parallel",
-    "SchedulerClient": "scheduler",
-    "SchedulerOptions": "scheduler",
-    "WorkerClient": "worker",
-    "WorkerOptions": "worker",
-    "parse_address": "address",
+_NAMES = {
+    "kvgrpc.api": (
+        "AttachEvent BlockForm ClearTarget Content CudaIpcMemory ExecutorStatus FreeRequest GroupKind Hashes Hello "
+        "KvGroup Layout Limits LookupRequest Memory OWN_HASH_ALGORITHM RegisterAnswer RegisterRequest "
+        "RetrieveRequest Runs ServerInfo ServerStatus SharedMemory StoreRequest TierStatus Tokens"
+    ),
+    "kvgrpc.client.address": "Address parse_address",
+    "kvgrpc.client.aio": "AioClient",
+    "kvgrpc.client.breaker": "BreakerSettings",
+    "kvgrpc.client.channel": "ChannelOptions",
+    "kvgrpc.client.copies": "CopyFuture",
+    "kvgrpc.client.default": "default_address",
+    "kvgrpc.client.fork": "ForkedProcessError",
+    "kvgrpc.client.lookups": "LookupBounds LookupResult",
+    "kvgrpc.client.parallel": "ParallelStrategy",
+    "kvgrpc.client.scheduler": "SchedulerClient SchedulerOptions",
+    "kvgrpc.client.sync": "Client",
+    "kvgrpc.client.worker": "WorkerClient WorkerOptions",
+    "kvgrpc.config.places": "UntrustedSocketError",
+    "kvgrpc.core.errors": "Reason Refusal",
+    "kvgrpc.core.types": (
+        "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
+        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange"
+    ),
+    "kvgrpc.transfer.layout": "stored_form",
 }
+_PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "OWN_HASH_ALGORITHM",
     "Address",
     "AioClient",
+    "ArenaStatus",
+    "AttachEvent",
+    "BlockForm",
     "BreakerSettings",
     "ChannelOptions",
+    "ChunkOutcome",
+    "ChunkResult",
+    "ClearTarget",
+    "Cleared",
     "Client",
+    "ClientStatus",
+    "Content",
     "CopyFuture",
+    "CudaIpcMemory",
+    "Ended",
+    "EngineStatus",
+    "ExecutorStatus",
     "ForkedProcessError",
+    "FreeRequest",
+    "GroupKind",
+    "Hashes",
+    "Held",
+    "Hello",
+    "KvGroup",
+    "Layout",
+    "Limits",
+    "LookupAnswer",
     "LookupBounds",
+    "LookupRequest",
     "LookupResult",
+    "Memory",
     "ParallelStrategy",
+    "Policy",
+    "PrefetchStatus",
+    "Priority",
+    "Reader",
+    "Reason",
+    "Refusal",
+    "RegisterAnswer",
+    "RegisterRequest",
+    "RetrieveRequest",
+    "Role",
+    "Runs",
     "SchedulerClient",
     "SchedulerOptions",
+    "ServerInfo",
+    "ServerStatus",
+    "SharedMemory",
+    "SpaceIdentity",
+    "SpaceRef",
+    "SpaceStatus",
+    "StoreRequest",
+    "TierStatus",
+    "TokenRange",
+    "Tokens",
+    "UntrustedSocketError",
     "WorkerClient",
     "WorkerOptions",
+    "default_address",
     "parse_address",
+    "stored_form",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

@@ -41,6 +41,12 @@ def new_client_id(role: str) -> str:
     return f"{role}-{secrets.token_hex(12)}"
 
 
+def check_content(content: object) -> None:
+    """TypeError for what no server could be asked about."""
+    if not isinstance(content, api.Content):
+        raise TypeError(f"content is {type(content).__name__}; send Tokens or Hashes")
+
+
 def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:
     """The refusal behind a failed call."""
     trailers: Any = error.trailing_metadata() or ()
@@ -62,9 +68,10 @@ class AioClient:
 
     Thread rule: belongs to the event loop of its first call; nothing here may be called from another thread or loop.
     Every method raises Refusal: the server's, or SERVER_UNREACHABLE, DEADLINE or MESSAGE_TOO_LARGE of the connection's
-    own; and ForkedProcessError in a forked child. ``timeout_s`` replaces the default deadline of ``options``. A Store
-    or Retrieve that ends by deadline, cancel or a lost connection may still run on the server: its blocks are free only
-    after ``fence``.
+    own; and ForkedProcessError in a forked child. Anything else, such as TypeError for content that is neither Tokens
+    nor Hashes, is the program's mistake, and no server runs such a call. ``timeout_s`` replaces the default deadline of
+    ``options``. A Store or Retrieve that ends by deadline, cancel or a lost connection may still run on the server: its
+    blocks are free only after ``fence``.
     """
 
     def __init__(self, address: str, client_id: str = "", options: ChannelOptions = DEFAULT_OPTIONS) -> None:

@@ -126,28 +126,25 @@ class Copies:
     # ---- one copy ---------------------------------------------------------------------------------------------------
 
     async def _run(self, copy: Copy) -> None:
+        try:
+            copy.future.set_result(await self._results(copy))
+        except Exception as error:  # noqa: BLE001 - outermost: not sent, or answered, so that its blocks are free
+            copy.future.set_exception(error)
+
+    async def _results(self, copy: Copy) -> Results:
         attachment = self._session.attachment
         if attachment is None:
             reason = (self._session.problem or Refusal(Reason.SERVER_UNREACHABLE, "")).reason
-            copy.future.set_result(copy.failed(reason.value, self._session.chunk_tokens))
-            return
-        life = attachment.life
+            return copy.failed(reason.value, self._session.chunk_tokens)
         try:
-            results = await self._send(copy, attachment.space_base)
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # cannot be encoded, so it was never sent: the caller's mistake, told to the caller
-            copy.future.set_exception(error)
-            return
+            return await self._send(copy, attachment.space_base)
         except Refusal as refusal:
             in_doubt = refusal.reason in IN_DOUBT
             if in_doubt:
-                await self._wait_free(copy, life)
+                await self._wait_free(copy, attachment.life)
             elif refusal.reason in FORGOTTEN:
                 self._session.renew()
-            results = copy.failed(refusal.reason.value, self._session.chunk_tokens, torn=in_doubt)
-        copy.future.set_result(results)
+            return copy.failed(refusal.reason.value, self._session.chunk_tokens, torn=in_doubt)
 
     async def _send(self, copy: Copy, space_base: bytes) -> Results:
         request = copy.request

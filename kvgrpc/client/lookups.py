@@ -191,7 +191,7 @@ class Lookups:
                 result = LookupResult(reason=Reason.DEADLINE.value)
             else:
                 result = await self._ask(query)
-        except (TypeError, ValueError) as error:  # the content cannot be sent: the caller's mistake, told to the caller
+        except Exception as error:  # noqa: BLE001 - outermost: not sent, or not understood; no word on the server
             self._report(query.permit, None)
             query.future.set_exception(error)
         finally:
@@ -220,6 +220,7 @@ class Lookups:
         try:
             answer = await self._client.lookup(request, timeout_s=query.answer_s)
             self._report(query.permit, True)
+            query.permit = PERMIT  # used up
             query.job_id = answer.job_id
             status = await self._final(query, answer.status)
         except Refusal as refusal:
@@ -252,9 +253,7 @@ class Lookups:
 
     def _missed(self, query: Query, refusal: Refusal) -> LookupResult:
         if refusal.reason in UNANSWERED:
-            # a lookup that was answered, and whose polling failed, has used its permit up
-            permit = PERMIT if query.job_id else query.permit
-            if self._report(permit, False) and not self._probing:
+            if self._report(query.permit, False) and not self._probing:
                 self._spawn(self._probe())
             query.may_have_job = True
         else:

@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
 from kvgrpc import api
-from kvgrpc.client.aio import AioClient, new_client_id
+from kvgrpc.client.aio import AioClient, check_content, new_client_id
 from kvgrpc.client.breaker import Breaker, BreakerSettings, Permit
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.lookups import LookupBounds, LookupResult, Lookups, Query, Terms
@@ -48,8 +48,9 @@ class SchedulerClient:
     ``lookup``, ``start`` and ``close``, which wait no longer than they are told. A background thread owns the channel,
     keeps the session (attach, handshake, both again after a server restart), sends and polls.
 
-    No method raises for anything that the server or the network does. ForkedProcessError and RuntimeError (closed) say
-    that the program is wrong.
+    No method raises for anything that the server or the network does. ForkedProcessError, RuntimeError (closed), and
+    TypeError or ValueError (cannot be sent, as content that is neither Tokens nor Hashes) say that the program is
+    wrong.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class SchedulerClient:
         query.future.add_done_callback(self._answered)
         try:
             query.content = content() if callable(content) else content
+            check_content(query.content)
         except BaseException:
             self._report(permit, None)
             query.future.cancel()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from kvgrpc import api
-from kvgrpc.client.aio import AioClient, new_client_id
+from kvgrpc.client.aio import AioClient, check_content, new_client_id
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.copies import Copies, Copy, CopyFuture, Results
 from kvgrpc.client.loop import LoopThread
@@ -195,18 +195,29 @@ class WorkerClient:
         self._loop.check()
         future = CopyFuture(request.call_id, self._revoke)
         copy = Copy(request, timeout_s, future)
-        with self._lock:
-            full = len(self._pending) >= self._options.calls
-            if not full and not self._closing:
-                self._pending[request.call_id] = copy
-        if self._copies is None or self._closing:
-            future.set_result(copy.failed(Reason.SERVER_UNREACHABLE.value, self.chunk_tokens))
-        elif full:
-            future.set_result(copy.failed(Reason.CALL_LIMIT.value, self.chunk_tokens))
+        if isinstance(request, api.StoreRequest):
+            try:
+                check_content(request.content)
+            except TypeError as error:
+                future.set_exception(error)
+                return future
+        begin = self._admit(copy)
+        if isinstance(begin, Reason):
+            future.set_result(copy.failed(begin.value, self.chunk_tokens))
         else:
             future.add_done_callback(lambda _: self._ended(request.call_id))
-            self._loop.post(self._copies.begin, copy)
+            self._loop.post(begin, copy)
         return future
+
+    def _admit(self, copy: Copy) -> Callable[[Copy], None] | Reason:
+        """Counts the copy as pending; what begins it, or why it must not."""
+        with self._lock:
+            if self._copies is None or self._closing:
+                return Reason.SERVER_UNREACHABLE
+            if len(self._pending) >= self._options.calls:
+                return Reason.CALL_LIMIT
+            self._pending[copy.request.call_id] = copy
+            return self._copies.begin
 
     def _ended(self, call_id: int) -> None:
         with self._lock:

@@ -8,14 +8,13 @@ commas in a variable and repeated as a flag. Everything wrong is a ``SettingsErr
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from kvgrpc.config.places import default_socket_path
 from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_size, split_address, split_list
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
@@ -184,16 +183,6 @@ class Settings(BaseSettings):
         if self.reflection is not None:
             return self.reflection
         return all(is_loopback(split_address(address)[0]) for address in self.listen)
-
-
-def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where `serve` listens and `status` asks: the user's run-time folder, root's, or a private temporary one."""
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and os.access(runtime, os.W_OK):
-        return Path(runtime) / "kvgrpc" / "kvgrpc.sock"
-    if os.geteuid() == 0 or os.access("/run/kvgrpc", os.W_OK):
-        return Path("/run/kvgrpc/kvgrpc.sock")
-    return Path(tempfile.gettempdir()) / f"kvgrpc-{os.geteuid()}" / "kvgrpc.sock"
 
 
 def load_settings(**flags: Any) -> Settings:

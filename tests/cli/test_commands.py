@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -82,6 +80,7 @@ def test_status_of_a_running_server():
 def test_status_without_a_server_says_what_to_do(tmp_path: Path):
     done = run("status", "--address", f"unix:{tmp_path}/none")
     assert done.returncode == 1
+    assert f"no server answers at unix:{tmp_path}/none" in done.stderr
     assert "kvgrpc serve" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -97,11 +96,21 @@ def test_help_has_every_setting():
     assert [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text] == []
 
 
-def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = CliRunner().invoke(main, ["demo"])
-    assert done.exit_code == 1
-    assert "pip install 'kvgrpc[torch]'" in done.output
+def test_every_switch_is_a_switch():
+    text = CliRunner().invoke(main, ["serve", "--help"]).output
+    switches = [name for name, field in Settings.model_fields.items() if field.annotation in (bool, bool | None)]
+    assert {"insecure", "reflection", "huge_pages"} <= set(switches)
+    for name in switches:
+        flag = name.replace("_", "-")
+        assert f"--{flag} / --no-{flag}" in text
+
+
+def test_the_demo_without_torch_says_which_extra_to_install():
+    program = "import sys; sys.modules['torch'] = None; from kvgrpc.cli.root import main; main(['demo'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "Error: the demo's engines need torch, which is an extra: pip install 'kvgrpc[torch]'\n"
+    assert done.stdout == "", "nothing was started"
 
 
 def test_the_command_line_loads_no_torch():

@@ -158,3 +158,11 @@ def test_host_ids_follow_the_boot_and_the_name(tmp_path: Path) -> None:
     other = tmp_path / "boot_id"
     other.write_text("another boot\n")
     assert host_id(other) not in (host_id(), host_id(tmp_path / "missing"))
+
+
+def test_tokens_of_ids() -> None:
+    assert api.Tokens.from_ids([1, 2**32 - 1]).data == b"\1\0\0\0\xff\xff\xff\xff"
+    assert api.Tokens.from_ids(iter(range(1000))).num_tokens == 1000
+    for wrong in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            api.Tokens.from_ids([wrong])

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import tempfile
 from pathlib import Path
 
+from kvgrpc.config.places import default_socket_path
 from kvgrpc.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +28,26 @@ def test_every_counter_is_described_and_no_other():
     counted = set(re.findall(r'counters\["([a-z_]+)"\]', core))
     assert counted <= described
     assert [name for name in described if f'"{name}"' not in core] == []
+
+
+def test_every_reason_of_a_refused_chunk_is_described_and_no_other():
+    described = re.findall(r"`refused_([a-z_]+)`", OPERATIONS)
+    core = "\n".join(path.read_text() for path in (ROOT / "kvgrpc/core").glob("*.py"))
+    at_once = re.findall(r'Outcome\.REFUSED, "([A-Z_]+)"', core)
+    for_room = re.findall(r'return "([A-Z_]+)"', (ROOT / "kvgrpc/core/index.py").read_text())
+    assert sorted(described) == sorted(reason.lower() for reason in {*at_once, *for_room})
+
+
+def test_the_three_default_places_are_described(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert f"`{default_socket_path({})}`" in OPERATIONS
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid)
+    own = default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert f"`$XDG_RUNTIME_DIR/{own.relative_to(tmp_path)}`" in OPERATIONS
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    temporary = str(default_socket_path({}).relative_to(tempfile.gettempdir()))
+    assert f"`{temporary.replace('12345', 'UID')}`" in OPERATIONS
 
 
 def test_all_field_reports_are_mapped():

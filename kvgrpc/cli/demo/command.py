@@ -29,6 +29,16 @@ from kvgrpc.core.errors import Refusal
 START_S = 120.0
 STOP_S = 30.0
 ENGINE_S = 600.0
+LOG_LINES = 20
+
+
+class TorchMissingError(click.ClickException):
+    """The machine lacks what the demo needs; as after a wrong option, trying again changes nothing."""
+
+    exit_code = 2
+
+    def __init__(self) -> None:
+        super().__init__("the demo's engines need torch, which is an extra: pip install 'kvgrpc[torch]'")
 
 
 @click.command()
@@ -38,13 +48,14 @@ def demo(address: str | None, prompt_tokens: int) -> None:
     """Send a real transformer's KV cache through the service, from one process into another.
 
     The first engine computes a prompt and stores its KV. The second, a fresh process, retrieves it, decodes, and then
-    computes everything itself: every byte, logit and token must be equal. Exit code 1 if anything differs.
+    computes everything itself: every byte, logit and token must be equal. Exit code 1 if anything differs or fails, 2
+    if torch is missing.
     """
     if importlib.util.find_spec("torch") is None:
-        raise click.ClickException("the demo's engines need torch: pip install 'kvgrpc[torch]'")
+        raise TorchMissingError
     console = Console()
     try:
-        with _server(address, console) as target:
+        with a_server(address, console) as target:
             info = asyncio.run(_shake_hands(target, wait_for_server=address is None))
             console.print(f"engine 1 computes {prompt_tokens} tokens and stores their KV ...")
             first = _run_engine(FirstReport, "first", target, prompt_tokens)
@@ -59,34 +70,58 @@ def demo(address: str | None, prompt_tokens: int) -> None:
 
 
 @contextmanager
-def _server(address: str | None, console: Console) -> Generator[str, None, None]:
+def a_server(address: str | None, console: Console) -> Generator[str, None, None]:
     """The address of a running server, or of one that lives as long as the context."""
     if address is not None:
         yield address
         return
     with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
-        socket = Path(folder) / "kvgrpc.sock"
+        socket, log_file = Path(folder) / "kvgrpc.sock", Path(folder) / "log"
         command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(socket), "--log-level", "warning"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)  # noqa: S603  (our own module)
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603  (our own module)
         console.print(f"server: process {process.pid}, unix:{socket}")
         try:
-            _wait_for_socket(process, socket)
-            yield f"unix:{socket}"
-        finally:
-            process.send_signal(signal.SIGTERM)
+            wait_for_socket(process, socket, log_file)
             try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                yield f"unix:{socket}"
+            except (click.ClickException, Refusal):
+                if process.poll() is None:
+                    raise
+                text = f"the server went away during the demo: {_ended(process.returncode)}{_last_lines(log_file)}"
+                raise click.ClickException(text) from None
+        finally:
+            _stop(process)
 
 
-def _wait_for_socket(process: subprocess.Popen[bytes], socket: Path) -> None:
-    end = time.monotonic() + START_S
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def wait_for_socket(process: subprocess.Popen[bytes], socket: Path, log_file: Path, timeout_s: float = START_S) -> None:
+    """Raises ClickException when the server ends, or does not listen in time; with the end of its log."""
+    end = time.monotonic() + timeout_s
     while not socket.exists():
-        if process.poll() is not None or time.monotonic() > end:
-            raise click.ClickException("the server did not start")  # it has said why
+        if process.poll() is not None:
+            raise click.ClickException(f"the server did not start: {_ended(process.returncode)}{_last_lines(log_file)}")
+        if time.monotonic() > end:
+            text = f"the server did not start: process {process.pid} runs, but did not listen within {timeout_s:g} s"
+            raise click.ClickException(text + _last_lines(log_file))
         time.sleep(0.02)
+
+
+def _ended(status: int) -> str:
+    return f"it ended with exit status {status}" if status >= 0 else f"it was ended by {signal.Signals(-status).name}"
+
+
+def _last_lines(log_file: Path) -> str:
+    lines = log_file.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "; its log ends with:" + "".join(f"\n  {line}" for line in lines) if lines else "; its log is empty"
 
 
 async def _shake_hands(address: str, wait_for_server: bool) -> ServerInfo:

@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 import secrets
-import struct
 from collections.abc import Sequence
 
 import torch
 
-from kvgrpc.api import BlockForm, KvGroup, Layout, RegisterRequest, Runs, SharedMemory, Tokens
 from kvgrpc.cli.demo.paged import BlockPool, PoolShape
-from kvgrpc.client.lookups import LookupResult
-from kvgrpc.client.scheduler import SchedulerClient
-from kvgrpc.client.worker import WorkerClient
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, SpaceIdentity, TokenRange
-from kvgrpc.transfer.layout import stored_form
+from kvgrpc.client import (
+    OWN_HASH_ALGORITHM,
+    BlockForm,
+    ChunkOutcome,
+    ChunkResult,
+    KvGroup,
+    Layout,
+    LookupResult,
+    RegisterRequest,
+    Runs,
+    SchedulerClient,
+    SharedMemory,
+    SpaceIdentity,
+    TokenRange,
+    Tokens,
+    WorkerClient,
+    stored_form,
+)
 
 WAIT_S = 30.0
 REQUEST_ID = "demo"
@@ -54,7 +65,7 @@ class CacheLink:
 
     def __init__(self, address: str, pool: BlockPool, revision: str) -> None:
         layout = pool_layout(pool.name, pool.shape)
-        identity = SpaceIdentity("kvgrpc-demo", revision, "float32", 1, "sha256-u32le", stored_form(layout.groups))
+        identity = SpaceIdentity("kvgrpc-demo", revision, "float32", 1, OWN_HASH_ALGORITHM, stored_form(layout.groups))
         engine_id = secrets.token_hex(16)
         register = RegisterRequest(engine_id, identity, kv_rank=0, tp_rank=0, tp_size=1, kv_tp_size=1, layout=layout)
         self._scheduler = SchedulerClient(address, engine_id, identity)
@@ -93,6 +104,4 @@ class CacheLink:
 
 
 def _tokens(prompt: torch.Tensor) -> Tokens:
-    """The token ids as the protocol wants them: unsigned 32-bit little-endian."""
-    ids = [int(token) for token in prompt]
-    return Tokens(struct.pack(f"<{len(ids)}I", *ids))
+    return Tokens.from_ids(int(token) for token in prompt)
