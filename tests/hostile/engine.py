@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines in processes of their own, which do what a test tells them: good things and hostile ones.
+
+    with EngineProcess(address) as engine:     # the test's end
+        engine.do("start")
+        engine.do("store", "s", 1, 8, BLOCKS)  # any method of Engine; what it answers or raises comes back
+        engine.do("ended", "s", 10)
+
+They use the shipped client. They are forked from a process that has imported everything and started nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+import traceback
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvgrpc import api
+from kvgrpc.client import SchedulerClient, SchedulerOptions, WorkerClient, WorkerOptions
+from kvgrpc.client.breaker import BreakerSettings
+from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.copies import CopyFuture
+from kvgrpc.core.types import ChunkResult, SpaceIdentity, TokenRange
+from kvgrpc.transfer.layout import stored_form
+from tests.e2e.harness import BLOCK, CHUNK, tokens_of
+from tests.kvdata import FILL, LAYERS_OUTERMOST, MHA, Arrangement, Image, Kv
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+PER_CHUNK = CHUNK // BLOCK
+LIFE_S = 300
+"""No engine outlives this, whatever becomes of its test."""
+
+Outcomes = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine is. Engines of one model, kv and arrangement share what they store."""
+
+    address: str
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    model: str = "test-model"
+    kv: Kv = MHA
+    arrangement: Arrangement = LAYERS_OUTERMOST
+    num_blocks: int = 256
+    calls: int = 1024
+    mount_of: int = 0
+    """Process whose mounts it shares; 0: the test's."""
+
+    @property
+    def memory(self) -> str:
+        return f"kvgrpc-test-{self.name}"
+
+    @property
+    def worker_id(self) -> str:
+        return f"worker-{self.name}"
+
+    @property
+    def engine_id(self) -> str:
+        return f"engine-of-the-hostile-tests-{self.name}"
+
+
+class Engine:
+    """A worker and a scheduler with their memory. Every method that is not private may be told from outside.
+
+    A prompt is a number; so is the data that its chunks have. ``key`` names a copy of this engine.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        kv, arrangement, num_blocks = facts.kv, facts.arrangement, facts.num_blocks
+        self._path = f"/dev/shm/{facts.memory}"
+        self._size = Image(kv, arrangement, BLOCK, num_blocks).size_bytes
+        self._image = Image(kv, arrangement, BLOCK, num_blocks, buffer=self._create())
+        request = self._registration()
+        channel = ChannelOptions(retries=False)
+        self._worker = WorkerClient(
+            facts.address, request, WorkerOptions(facts.calls, client_id=facts.worker_id, channel=channel)
+        )
+        self._scheduler = SchedulerClient(
+            facts.address,
+            facts.engine_id,
+            request.identity,
+            SchedulerOptions(client_id=f"scheduler-{facts.name}", breaker=BreakerSettings(failures=1_000_000)),
+        )
+        self._copies: dict[str, CopyFuture] = {}
+        self._found: dict[str, str] = {}
+        self._requests = map("request-{}".format, itertools.count())
+
+    def _create(self) -> mmap.mmap:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, self._size)
+            return mmap.mmap(fd, self._size)
+        finally:
+            os.close(fd)
+
+    def _registration(self) -> api.RegisterRequest:
+        layout = self._image.layout(self._facts.memory)
+        form = stored_form(layout.groups)
+        identity = SpaceIdentity(self._facts.model, "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, form)
+        return api.RegisterRequest(self._facts.engine_id, identity, 0, 0, 1, 1, layout)
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def start(self, wait_s: float = 10.0) -> bool:
+        """Whether it is attached and registered."""
+        return self._worker.start(wait_s) and self._scheduler.start(wait_s)
+
+    def problem(self) -> tuple[str, str]:
+        """(reason, sentence) of why it is not."""
+        problem = self._worker.problem
+        return (problem.reason.value, str(problem)) if problem is not None else ("", "")
+
+    def attached(self) -> bool:
+        return self._worker.attached and self._scheduler.attached
+
+    def leave(self) -> bool:
+        """Ends the sessions; whether all blocks are free."""
+        self._scheduler.close()
+        return self._worker.close(10)
+
+    # ---- copies -----------------------------------------------------------------------------------------------------
+
+    def write(self, data: int, blocks: list[int], first_token: int = 0) -> None:
+        """Position-coded data into blocks; the same wherever ``data`` is the same."""
+        self._image.kv = replace(self._facts.kv, seed=data)
+        self._image.write(blocks, first_token)
+
+    def store(
+        self, key: str, prompt: int, chunks: int, blocks: list[int], data: int | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Begins to store a prompt whose data is its own number, or ``data``, which is written into the blocks."""
+        self.write(prompt if data is None else data, blocks)
+        self.store_as_it_is(key, prompt, chunks, blocks, timeout_s)
+
+    def store_as_it_is(
+        self, key: str, prompt: int, chunks: int, blocks: list[int], timeout_s: float | None = None
+    ) -> None:
+        """As ``store``, of whatever the blocks hold."""
+        self._copies[key] = self._worker.store(tokens_of(prompt, chunks * CHUNK), [blocks], timeout_s=timeout_s)
+
+    def lookup(self, prompt: int, chunks: int, timeout_s: float = 5.0) -> tuple[str, int, bytes, str]:
+        """(request id, hit chunks, job, reason)."""
+        name = next(self._requests)
+        found = self._scheduler.lookup(name, tokens_of(prompt, chunks * CHUNK), timeout_s=timeout_s)
+        return name, found.hit_tokens // CHUNK, found.job_id, found.reason
+
+    def hits(self, prompt: int, chunks: int) -> int:
+        """Chunks that a lookup finds; its pins are given back."""
+        name, hit, _, reason = self.lookup(prompt, chunks)
+        assert not reason, reason
+        self._scheduler.discard(name)
+        return hit
+
+    def retrieve(self, key: str, prompt: int, chunks: int, blocks: list[int], timeout_s: float | None = None) -> None:
+        """Begins to load a prompt that is all there, into blocks."""
+        name, hit, job, reason = self.lookup(prompt, chunks)
+        assert hit == chunks, (hit, reason)
+        self._copies[key] = self._worker.retrieve(job, TokenRange(0, chunks * CHUNK), [blocks], timeout_s=timeout_s)
+        self._found[key] = name
+
+    def ended(self, key: str, timeout_s: float = 10.0) -> Outcomes | None:
+        """(outcome, reason) of each chunk; None when it has not ended in the time."""
+        try:
+            results = self._copies[key].result(timeout_s)
+        except FutureTimeoutError:
+            return None
+        if key in self._found:
+            self._scheduler.discard(self._found.pop(key))
+        return _by_chunk(results)
+
+    def cancel(self, key: str) -> None:
+        self._copies[key].cancel()
+
+    def load(self, prompt: int, chunks: int, blocks: list[int], data: int | None = None) -> int:
+        """Chunks that are found; they are loaded, right, and nothing else was written."""
+        name, hit, job, reason = self.lookup(prompt, chunks)
+        assert not reason, reason
+        if hit:
+            target = blocks[: hit * PER_CHUNK]
+            self._image.memory[:] = FILL
+            results = self._worker.retrieve(job, TokenRange(0, hit * CHUNK), [target]).result(20)
+            assert _by_chunk(results) == [("LOADED", "")] * hit, results
+            self._image.kv = replace(self._facts.kv, seed=prompt if data is None else data)
+            assert self._image.wrong_tokens(target) == [], "wrong bytes"
+            assert self._image.untouched(target), "bytes in other blocks"
+        self._scheduler.discard(name)
+        return hit
+
+    # ---- looking ----------------------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        self._image.memory[:] = FILL
+
+    def wrong(self, data: int, blocks: list[int], first_token: int = 0) -> list[int]:
+        """Tokens of which a byte in these blocks is not as ``write`` makes it."""
+        self._image.kv = replace(self._facts.kv, seed=data)
+        return self._image.wrong_tokens(blocks, first_token)
+
+    def untouched(self, blocks: list[int]) -> bool:
+        """Whether every byte outside these blocks is 0xA5."""
+        return self._image.untouched(blocks)
+
+    # ---- hostile ----------------------------------------------------------------------------------------------------
+
+    def truncate(self, size_bytes: int) -> None:
+        """Of its own memory, which it does not touch from here on."""
+        os.truncate(self._path, size_bytes)
+
+    def restore(self) -> None:
+        """The same memory at its old size; what was cut off is zeros."""
+        os.truncate(self._path, self._size)
+
+    def replace(self) -> None:
+        """Another object under the same name. The image is still the old one."""
+        os.unlink(self._path)
+        self._second = self._create()
+        self._second[:] = bytes([FILL]) * self._size
+
+    def second_untouched(self) -> bool:
+        """Whether the object made by ``replace`` is as it was made."""
+        return self._second[:] == bytes([FILL]) * self._size
+
+    def chmod(self, mode: int) -> None:
+        os.chmod(self._path, mode)
+
+    # ---- beside -----------------------------------------------------------------------------------------------------
+
+    def traffic(self, connection: Connection, first_prompt: int, chunks: int = 4) -> tuple[int, float]:
+        """Stores, finds and loads prompts until it is told something; (rounds, seconds of the longest)."""
+        blocks, longest = list(range(1, 2 * chunks * PER_CHUNK, 2)), 0.0
+        target = list(range(self._facts.num_blocks - 1, self._facts.num_blocks - 1 - 2 * chunks * PER_CHUNK, -2))
+        for rounds in itertools.count():
+            if connection.poll():
+                return rounds, longest
+            began, prompt = time.monotonic(), first_prompt + rounds
+            self.store("traffic", prompt, chunks, blocks)
+            assert self.ended("traffic", 20) == [("STORED", "")] * chunks
+            assert self.load(prompt, chunks, target) == chunks
+            longest = max(longest, time.monotonic() - began)
+        raise AssertionError
+
+
+def _by_chunk(results: tuple[ChunkResult, ...]) -> Outcomes:
+    return [(result.outcome.value, result.reason) for result in results for _ in range(result.count)]
+
+
+def _live(connection: Connection, facts: Facts) -> None:
+    signal.alarm(LIFE_S)
+    engine = Engine(facts)
+    while True:
+        try:
+            act, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            more = (connection,) if act == "traffic" else ()
+            connection.send((True, getattr(engine, act)(*more, *args)))
+        except Exception:  # noqa: BLE001 - the test is told, whatever it is
+            connection.send((False, traceback.format_exc()))
+
+
+class EngineProcess:
+    """The test's end of an engine."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._connection, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_live, args=(theirs, facts), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._connection.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{self.facts.memory}")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def tell(self, act: str, *args: Any) -> None:
+        """``answer`` is to follow."""
+        self._connection.send((act, args))
+
+    def answer(self, timeout_s: float = 30.0) -> Any:
+        assert self._connection.poll(timeout_s), "the engine does not answer"
+        good, answer = self._connection.recv()
+        assert good, answer
+        return answer
+
+    def do(self, act: str, *args: Any, timeout_s: float = 30.0) -> Any:
+        self.tell(act, *args)
+        return self.answer(timeout_s)
+
+    def stop_traffic(self) -> tuple[int, float]:
+        self.tell("attached")
+        answer = self.answer()
+        assert self.answer() is True
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process is gone."""
+        self._process.kill()
+        self._process.join()

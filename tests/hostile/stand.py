@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server process under attack: what it has, as its operator and the kernel see it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvgrpc.client import Client
+from tests.hostile.engine import EngineProcess, Facts
+from tests.hostile.gated import Hold, connect
+from tests.served import Served, serving
+
+FLAGS = ("--chunk-tokens", "16", "--l1-size", "64MiB", "--page-size", "4KiB", "--slice-size", "6144")
+"""A slice a chunk of the tests' MHA."""
+
+
+@dataclass
+class Stand:
+    """``kvgrpc serve`` with an operator; whatever it starts ends with it."""
+
+    served: Served
+    operator: Client
+    stack: contextlib.ExitStack
+    gates: Connection | None = None
+
+    def engine(self, **facts: Any) -> EngineProcess:
+        """An engine that runs, attached and registered."""
+        engine = self.stranger(**facts)
+        assert engine.do("start"), engine.do("problem")
+        return engine
+
+    def stranger(self, **facts: Any) -> EngineProcess:
+        """An engine that has not said anything yet."""
+        return self.stack.enter_context(EngineProcess(Facts(self.served.address, **facts)))
+
+    def hold(self, engine: EngineProcess, direction: str, after_runs: int) -> Hold:
+        assert self.gates is not None
+        return Hold(self.gates, engine.facts.worker_id, direction).set(after_runs)
+
+    # ---- what it has ------------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Everything that a client may leave behind, as the operator sees it."""
+        status = self.operator.get_status()
+        arena = status.arena
+        return {
+            "clients": status.clients,
+            "engines": status.engines,
+            "jobs": status.jobs,
+            "pins": status.pins,
+            "calls": status.calls_in_flight,
+            "queued": sum(executor.queued for executor in status.executors),
+            "bytes being written": arena.writing_bytes,
+            "pinned bytes": arena.pinned_bytes,
+            "doomed bytes": arena.doomed_bytes,
+            "settling bytes": arena.settling_bytes,
+            "lost bytes": arena.total_bytes - sum((arena.free_bytes, arena.ready_bytes, arena.pinned_bytes,
+                                                   arena.writing_bytes, arena.doomed_bytes, arena.settling_bytes)),
+        }
+
+    def calls_of(self, engine: EngineProcess) -> int:
+        """Copies of an engine that have not answered."""
+        clients = [client for one in self.operator.list_engines() for client in one.clients]
+        return sum(client.calls_in_flight for client in clients if client.client_id == engine.facts.worker_id)
+
+    def memory_of(self, *engines: EngineProcess) -> int:
+        """Mappings and descriptors of engines' memory that the server has; of all engines when none is named."""
+        names = [engine.facts.memory for engine in engines] or ["kvgrpc-test-"]
+        return sum(name in line for line in (*self.maps(), *self.files()) for name in names)
+
+    def files(self) -> list[str]:
+        """What its descriptors are."""
+        found: list[str] = []
+        for fd in os.listdir(f"/proc/{self.served.process.pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/{self.served.process.pid}/fd/{fd}"))
+        return found
+
+    def maps(self) -> list[str]:
+        return Path(f"/proc/{self.served.process.pid}/maps").read_text().splitlines()
+
+    # ---- claims -----------------------------------------------------------------------------------------------------
+
+    def assert_well(self) -> None:
+        """It lives and has nothing to complain of."""
+        assert self.served.process.poll() is None, self.served.log
+        for word in ('"level": "error"', "Traceback", "Fatal"):
+            assert word not in self.served.log, self.served.log
+
+
+@contextlib.contextmanager
+def stand(*flags: str, gated: bool = False) -> Iterator[Stand]:
+    """The real server, or with ``gated`` the one whose copies can be held."""
+    with contextlib.ExitStack() as stack:
+        flags = (*FLAGS, *flags)
+        served = stack.enter_context(serving(*flags, module="tests.hostile.gated" if gated else ""))
+        operator = stack.enter_context(Client(served.address, "operator"))
+        gates = stack.enter_context(connect(str(served.socket))) if gated else None
+        yield Stand(served, operator, stack, gates)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "it") -> float:
+    """Seconds until the condition is true."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - began
