@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from kvgrpc import api
 from kvgrpc.client import SchedulerClient, SchedulerOptions, WorkerClient, WorkerOptions
 from kvgrpc.client.breaker import BreakerSettings
@@ -33,7 +35,8 @@ from kvgrpc.client.copies import CopyFuture
 from kvgrpc.core.types import ChunkResult, SpaceIdentity, TokenRange
 from kvgrpc.transfer.layout import stored_form
 from tests.e2e.harness import BLOCK, CHUNK, tokens_of
-from tests.kvdata import FILL, LAYERS_OUTERMOST, MHA, Arrangement, Image, Kv
+from tests.e2e.unprivileged import import_everything
+from tests.kvdata import FILL, LAYERS_OUTERMOST, MHA, Arrangement, Bytes, Image, Kv
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -43,6 +46,24 @@ LIFE_S = 300
 """No engine outlives this, whatever becomes of its test."""
 
 Outcomes = list[tuple[str, str]]
+
+
+class TintedImage(Image):
+    """An image whose data is made once: what a number means is one byte that is mixed into all others. For memory so
+    large that making its bytes would take longer than what is tested.
+    """
+
+    def __init__(self, kv: Kv, arrangement: Arrangement, block_size: int, num_blocks: int, **more: Any) -> None:
+        super().__init__(kv, arrangement, block_size, num_blocks, **more)
+        self._made: dict[tuple[int, int], Bytes] = {}
+
+    def _expected(self, count: int, first_token: int) -> Bytes:
+        key, data = (count, first_token), self.kv.seed
+        if key not in self._made:
+            self.kv = replace(self.kv, seed=0)
+            self._made[key] = np.ascontiguousarray(super()._expected(count, first_token))
+            self.kv = replace(self.kv, seed=data)
+        return self._made[key] ^ np.uint8(data)
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,13 @@ class Facts:
     kv: Kv = MHA
     arrangement: Arrangement = LAYERS_OUTERMOST
     num_blocks: int = 256
+    tinted: bool = False
+    """The data of prompts is one byte of their numbers."""
+    claim: int = 1
+    """How many times its memory it says that it has."""
+    mode: int = 0o600
+    uid: int = 0
+    """User that it becomes; 0: it stays the test's."""
     calls: int = 1024
     mount_of: int = 0
     """Process whose mounts it shares; 0: the test's."""
@@ -83,7 +111,8 @@ class Engine:
         kv, arrangement, num_blocks = facts.kv, facts.arrangement, facts.num_blocks
         self._path = f"/dev/shm/{facts.memory}"
         self._size = Image(kv, arrangement, BLOCK, num_blocks).size_bytes
-        self._image = Image(kv, arrangement, BLOCK, num_blocks, buffer=self._create())
+        make = TintedImage if facts.tinted else Image
+        self._image = make(kv, arrangement, BLOCK, num_blocks, buffer=self._create())
         request = self._registration()
         channel = ChannelOptions(retries=False)
         self._worker = WorkerClient(
@@ -100,7 +129,7 @@ class Engine:
         self._requests = map("request-{}".format, itertools.count())
 
     def _create(self) -> mmap.mmap:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._facts.mode)
         try:
             os.ftruncate(fd, self._size)
             return mmap.mmap(fd, self._size)
@@ -108,10 +137,14 @@ class Engine:
             os.close(fd)
 
     def _registration(self) -> api.RegisterRequest:
-        layout = self._image.layout(self._facts.memory)
+        facts = self._facts
+        layout = self._image.layout(facts.memory)
+        pieces = [piece for piece in layout.memory if isinstance(piece, api.SharedMemory)]
+        said = tuple(replace(piece, size_bytes=piece.size_bytes * facts.claim) for piece in pieces)
+        layout = replace(layout, memory=said)
         form = stored_form(layout.groups)
-        identity = SpaceIdentity(self._facts.model, "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, form)
-        return api.RegisterRequest(self._facts.engine_id, identity, 0, 0, 1, 1, layout)
+        identity = SpaceIdentity(facts.model, "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, form)
+        return api.RegisterRequest(facts.engine_id, identity, 0, 0, 1, 1, layout)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -140,7 +173,13 @@ class Engine:
         self._image.write(blocks, first_token)
 
     def store(
-        self, key: str, prompt: int, chunks: int, blocks: list[int], data: int | None = None, timeout_s: float | None = None
+        self,
+        key: str,
+        prompt: int,
+        chunks: int,
+        blocks: list[int],
+        data: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """Begins to store a prompt whose data is its own number, or ``data``, which is written into the blocks."""
         self.write(prompt if data is None else data, blocks)
@@ -224,6 +263,20 @@ class Engine:
         """The same memory at its old size; what was cut off is zeros."""
         os.truncate(self._path, self._size)
 
+    def truncate_when_loading(self, block: int, size_bytes: int) -> None:
+        """As ``truncate``, the moment the server writes this block, which holds 0xA5 until then."""
+        end, where = time.monotonic() + 10, self._image.blocks[block, 0, 0, 0, 0, :8]
+        while (where == FILL).all():
+            assert time.monotonic() < end, "nothing is loaded"
+        os.truncate(self._path, size_bytes)
+
+    def truncate_when_storing(self, prompt: int, chunks: int, size_bytes: int) -> None:
+        """As ``truncate``, the moment a first chunk of the prompt is found."""
+        end = time.monotonic() + 10
+        while not self.hits(prompt, chunks):
+            assert time.monotonic() < end, "nothing is stored"
+        os.truncate(self._path, size_bytes)
+
     def replace(self) -> None:
         """Another object under the same name. The image is still the old one."""
         os.unlink(self._path)
@@ -260,6 +313,11 @@ def _by_chunk(results: tuple[ChunkResult, ...]) -> Outcomes:
 
 def _live(connection: Connection, facts: Facts) -> None:
     signal.alarm(LIFE_S)
+    if facts.uid:
+        import_everything()
+        os.setgroups([])
+        os.setgid(facts.uid)
+        os.setuid(facts.uid)
     engine = Engine(facts)
     while True:
         try:

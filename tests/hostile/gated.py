@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.hostile.gated SOCKET FLAGS...``: ``kvgrpc serve`` whose copies can be held from another process.
+"""``kvgrpc serve`` whose copies can be held from another process: ``python -m tests.hostile.gated SOCKET FLAGS...``
+(``uid=NUMBER`` before the flags: it becomes that user).
 
 Everything is the real server's but for the gates of its mover. A client that has no gate is copied for as always, by
 all threads.
@@ -7,6 +8,7 @@ all threads.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from kvgrpc.cli.root import main as kvgrpc
 from kvgrpc.core.types import Direction, RunSlice
 from kvgrpc.transfer.gates import Gate, Gates
 from kvgrpc.transfer.shm import SharedMemoryMover
+from tests.e2e.unprivileged import import_everything
 
 HELD_S = 60.0
 
@@ -72,7 +75,19 @@ def obey_all(connection: Connection) -> None:
         return
 
 
+def become(uid: int, socket: str) -> None:
+    """Another user, who owns the socket's folder and may be unable to read where Python lies."""
+    import_everything()
+    os.chown(os.path.dirname(socket), uid, uid)
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
 def main(socket: str, *flags: str) -> None:
+    if flags[0].startswith("uid="):
+        become(int(flags[0].removeprefix("uid=")), socket)
+        flags = flags[1:]
     mover: Any = partial(SharedMemoryMover, gates=GATES)
     app.SharedMemoryMover = mover
     threading.Thread(target=listen, args=(control_of(socket),), daemon=True).start()

@@ -61,14 +61,28 @@ class Stand:
             "pinned bytes": arena.pinned_bytes,
             "doomed bytes": arena.doomed_bytes,
             "settling bytes": arena.settling_bytes,
-            "lost bytes": arena.total_bytes - sum((arena.free_bytes, arena.ready_bytes, arena.pinned_bytes,
-                                                   arena.writing_bytes, arena.doomed_bytes, arena.settling_bytes)),
+            "lost bytes": arena.total_bytes
+            - sum(
+                (
+                    arena.free_bytes,
+                    arena.ready_bytes,
+                    arena.pinned_bytes,
+                    arena.writing_bytes,
+                    arena.doomed_bytes,
+                    arena.settling_bytes,
+                )
+            ),
         }
 
     def calls_of(self, engine: EngineProcess) -> int:
         """Copies of an engine that have not answered."""
         clients = [client for one in self.operator.list_engines() for client in one.clients]
         return sum(client.calls_in_flight for client in clients if client.client_id == engine.facts.worker_id)
+
+    def has(self, engine: EngineProcess) -> bool:
+        """Whether the engine's worker has a session."""
+        clients = [client for one in self.operator.list_engines() for client in one.clients]
+        return any(client.client_id == engine.facts.worker_id for client in clients)
 
     def memory_of(self, *engines: EngineProcess) -> int:
         """Mappings and descriptors of engines' memory that the server has; of all engines when none is named."""
@@ -96,10 +110,13 @@ class Stand:
 
 
 @contextlib.contextmanager
-def stand(*flags: str, gated: bool = False) -> Iterator[Stand]:
-    """The real server, or with ``gated`` the one whose copies can be held."""
+def stand(*flags: str, gated: bool = False, uid: int = 0) -> Iterator[Stand]:
+    """The real server, or with ``gated`` the one whose copies can be held; that one becomes another user if wanted."""
     with contextlib.ExitStack() as stack:
         flags = (*FLAGS, *flags)
+        if uid:
+            assert gated
+            flags = (f"uid={uid}", *flags)
         served = stack.enter_context(serving(*flags, module="tests.hostile.gated" if gated else ""))
         operator = stack.enter_context(Client(served.address, "operator"))
         gates = stack.enter_context(connect(str(served.socket))) if gated else None

@@ -12,14 +12,21 @@ import pytest
 
 from tests.hostile.engine import PER_CHUNK, EngineProcess
 from tests.hostile.stand import Stand, stand, until
+from tests.kvdata import Kv
 
 ROUNDS = 50
+SLACK = 3
+"""Times as many tries for as many copies that were met in the middle."""
 CHUNKS = 8
 BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
 """Not neighbours, which would be moved as one run."""
 RUNS_A_CHUNK = 24
 """3 layers, 2 planes, 4 blocks."""
 DONE = {"STORE": "STORED", "RETRIEVE": "LOADED"}
+LARGE = Kv(layers=8, planes=2, heads=8, head_dim=16)
+"""64 KiB a chunk in 64 runs."""
+MANY = 128
+MANY_BLOCKS = list(range(0, 2 * MANY * PER_CHUNK, 2))
 NEIGHBOUR = 1_000_000
 """Prompts from here on are the neighbour's."""
 
@@ -123,3 +130,36 @@ def test_replaced_in_the_middle_of_a_copy() -> None:
             engine.do("leave")
             until(lambda engine=engine: not server.memory_of(engine), 1, "the end of its mapping")
             engine.kill()
+
+
+@pytest.mark.parametrize("direction", ["STORE", "RETRIEVE"])
+def test_truncated_under_all_threads(direction: str) -> None:
+    """The same while the server copies as it does in service, 8 MiB with nothing to hold it; only rounds whose copy was
+    met in the middle count."""
+    chance, met, tries = random.Random(5), 0, 0
+    with stand("--slice-size", "1MiB", "--copy-threads", "3") as server, Neighbour(server):
+        facts = {"model": "large", "kv": LARGE, "tinted": True, "num_blocks": 2 * MANY * PER_CHUNK}
+        engine, witness = server.engine(**facts), server.engine(**facts)
+        while met < ROUNDS:
+            prompt = tries = tries + 1
+            assert tries < ROUNDS * SLACK, f"only {met} copies were met in the middle"
+            size = chance.choice((0, 4_000_000))
+            if direction == "STORE":
+                engine.do("store", "copy", prompt, MANY, MANY_BLOCKS)
+                engine.do("truncate_when_storing", prompt, MANY, size)
+            else:
+                witness.do("store", "all", prompt, MANY, MANY_BLOCKS)
+                assert witness.do("ended", "all") == [("STORED", "")] * MANY
+                engine.do("fill")
+                engine.do("retrieve", "copy", prompt, MANY, MANY_BLOCKS)
+                engine.do("truncate_when_loading", chance.choice(MANY_BLOCKS[: MANY // 2]), size)
+            ended = engine.do("ended", "copy")
+            whole = ended.count((DONE[direction], ""))
+            assert ended[whole : whole + 1] in ([], [("TORN", "MEMORY_TRUNCATED")], [("FAILED", "MEMORY_TRUNCATED")])
+            assert ended[whole + 1 :] == [("FAILED", "AFTER_FAILURE")] * (MANY - whole - 1)
+            met += 0 < whole < MANY
+            assert witness.do("load", prompt, MANY, MANY_BLOCKS) == (whole if direction == "STORE" else MANY)
+            engine.do("restore")
+        print(f"{met} of {tries} copies were met in the middle")
+        engine.kill()
+        witness.kill()
