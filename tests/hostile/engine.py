@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in processes of their own, which do what a test tells them: good things and hostile ones.
+"""Engines that do what a test tells them, good things and hostile ones, with the shipped client.
 
-    with EngineProcess(address) as engine:     # the test's end
-        engine.do("start")
-        engine.do("store", "s", 1, 8, BLOCKS)  # any method of Engine; what it answers or raises comes back
-        engine.do("ended", "s", 10)
-
-They use the shipped client. They are forked from a process that has imported everything and started nothing.
+Each lives in a process of its own: tests/hostile/process.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
-import multiprocessing
 import os
 import secrets
-import signal
 import time
-import traceback
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -35,17 +26,14 @@ from kvgrpc.client.copies import CopyFuture
 from kvgrpc.core.types import ChunkResult, SpaceIdentity, TokenRange
 from kvgrpc.transfer.layout import stored_form
 from tests.e2e.harness import BLOCK, CHUNK, tokens_of
-from tests.e2e.unprivileged import import_everything
 from tests.kvdata import FILL, LAYERS_OUTERMOST, MHA, Arrangement, Bytes, Image, Kv
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
-
 PER_CHUNK = CHUNK // BLOCK
-LIFE_S = 300
-"""No engine outlives this, whatever becomes of its test."""
+CANARY = 0x5C
+"""What a block holds from the instant its engine was told that it may be used again."""
 
 Outcomes = list[tuple[str, str]]
+PENDING: Outcomes = [("PENDING", "")]
 
 
 class TintedImage(Image):
@@ -126,6 +114,8 @@ class Engine:
         )
         self._copies: dict[str, CopyFuture] = {}
         self._found: dict[str, str] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._freed: set[str] = set()
         self._requests = map("request-{}".format, itertools.count())
 
     def _create(self) -> mmap.mmap:
@@ -189,6 +179,7 @@ class Engine:
         self, key: str, prompt: int, chunks: int, blocks: list[int], timeout_s: float | None = None
     ) -> None:
         """As ``store``, of whatever the blocks hold."""
+        self._blocks[key] = blocks
         self._copies[key] = self._worker.store(tokens_of(prompt, chunks * CHUNK), [blocks], timeout_s=timeout_s)
 
     def lookup(self, prompt: int, chunks: int, timeout_s: float = 5.0) -> tuple[str, int, bytes, str]:
@@ -208,6 +199,7 @@ class Engine:
         """Begins to load a prompt that is all there, into blocks."""
         name, hit, job, reason = self.lookup(prompt, chunks)
         assert hit == chunks, (hit, reason)
+        self._blocks[key] = blocks
         self._copies[key] = self._worker.retrieve(job, TokenRange(0, chunks * CHUNK), [blocks], timeout_s=timeout_s)
         self._found[key] = name
 
@@ -223,6 +215,52 @@ class Engine:
 
     def cancel(self, key: str) -> None:
         self._copies[key].cancel()
+
+    def guard(self, key: str) -> None:
+        """From the instant the copy's blocks are free, they hold canaries."""
+        self._copies[key].add_done_callback(lambda _: self._free(key))
+
+    def _free(self, key: str) -> None:
+        self._image.blocks[self._blocks[key]] = CANARY
+        self._freed.add(key)
+
+    def pending(self) -> list[str]:
+        """Guarded copies whose blocks are not free yet."""
+        return [key for key in self._copies if key not in self._freed]
+
+    def dead_canaries(self) -> list[str]:
+        """Copies in whose blocks something was written after they were free."""
+        return [key for key in tuple(self._freed) if (self._image.blocks[self._blocks[key]] != CANARY).any()]
+
+    def storm(self, stored: int, first_new: int, calls: int, chunks: int, timeout_s: float) -> None:
+        """Begins as many guarded Stores of new prompts and Retrieves of one that is all there as it is told, each in
+        blocks of its own."""
+        name, hit, job, _ = self.lookup(stored, chunks)
+        assert hit == chunks
+        for number in range(calls):
+            blocks = list(range(number * chunks * PER_CHUNK, (number + 1) * chunks * PER_CHUNK))
+            if number % 2:
+                self.store(f"{number}", first_new + number, chunks, blocks, timeout_s=timeout_s)
+            else:
+                self._blocks[f"{number}"] = blocks
+                tokens = TokenRange(0, chunks * CHUNK)
+                self._copies[f"{number}"] = self._worker.retrieve(job, tokens, [blocks], timeout_s=timeout_s)
+            self.guard(f"{number}")
+        self._found["0"] = name
+
+    def settled(self, timeout_s: float) -> dict[str, Outcomes]:
+        """What became of the guarded copies, once all have ended and their canaries are there."""
+        end = time.monotonic() + timeout_s
+        while self._freed != set(self._copies) and time.monotonic() < end:
+            time.sleep(0.001)
+        return {key: _by_chunk(copy.result(0)) if copy.done() else PENDING for key, copy in self._copies.items()}
+
+    def forget(self) -> None:
+        """All copies, which have ended, and their canaries."""
+        for key in tuple(self._copies):
+            assert self.ended(key, 0) is not None
+        self._copies.clear()
+        self._freed.clear()
 
     def load(self, prompt: int, chunks: int, blocks: list[int], data: int | None = None) -> int:
         """Chunks that are found; they are loaded, right, and nothing else was written."""
@@ -309,76 +347,3 @@ class Engine:
 
 def _by_chunk(results: tuple[ChunkResult, ...]) -> Outcomes:
     return [(result.outcome.value, result.reason) for result in results for _ in range(result.count)]
-
-
-def _live(connection: Connection, facts: Facts) -> None:
-    signal.alarm(LIFE_S)
-    if facts.uid:
-        import_everything()
-        os.setgroups([])
-        os.setgid(facts.uid)
-        os.setuid(facts.uid)
-    engine = Engine(facts)
-    while True:
-        try:
-            act, args = connection.recv()
-        except EOFError:
-            return
-        try:
-            more = (connection,) if act == "traffic" else ()
-            connection.send((True, getattr(engine, act)(*more, *args)))
-        except Exception:  # noqa: BLE001 - the test is told, whatever it is
-            connection.send((False, traceback.format_exc()))
-
-
-class EngineProcess:
-    """The test's end of an engine."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self._connection, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_live, args=(theirs, facts), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._connection.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{self.facts.memory}")
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def tell(self, act: str, *args: Any) -> None:
-        """``answer`` is to follow."""
-        self._connection.send((act, args))
-
-    def answer(self, timeout_s: float = 30.0) -> Any:
-        assert self._connection.poll(timeout_s), "the engine does not answer"
-        good, answer = self._connection.recv()
-        assert good, answer
-        return answer
-
-    def do(self, act: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        self.tell(act, *args)
-        return self.answer(timeout_s)
-
-    def stop_traffic(self) -> tuple[int, float]:
-        self.tell("attached")
-        answer = self.answer()
-        assert self.answer() is True
-        return answer
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
-        self._process.kill()
-        self._process.join()

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 
 import pytest
 
-from tests.hostile.engine import PER_CHUNK, EngineProcess
+from tests.hostile.engine import PER_CHUNK
 from tests.hostile.gated import Hold
+from tests.hostile.process import EngineProcess
 from tests.hostile.stand import Stand, stand, until
 
 ROUNDS = 50
@@ -100,3 +102,31 @@ def test_fifty_killed_in_the_middle(direction: str) -> None:
     assert len(times) == ROUNDS
     assert times[ROUNDS // 2] < 1.0
     assert times[-1] < 2.0, "a machine that is busy with other things may take longer, but not twice as long"
+
+
+def test_killed_while_the_server_stands_still() -> None:
+    """Engines die in the middle of copies, and of calls that the server has not read yet: when it goes on, nothing of
+    them is left a second later."""
+    with stand(gated=True) as server:
+        witness = server.engine()
+        witness.do("store", "kept", KEPT, CHUNKS, BLOCKS)
+        assert witness.do("ended", "kept") == STORED
+        before, times = server.counts(), list[float]()
+        for wave in range(5):
+            mortals = [Mortal(server, ("STORE", "RETRIEVE")[n % 2], wave * AT_ONCE + n, 30) for n in range(AT_ONCE)]
+            server.served.process.send_signal(signal.SIGSTOP)
+            for mortal in mortals:
+                mortal.engine.do("store_as_it_is", "unread", 999, CHUNKS, BLOCKS)
+                mortal.kill()
+            server.served.process.send_signal(signal.SIGCONT)
+            for mortal in mortals:
+                mortal.release()
+            times += [mortal.gone_s() for mortal in mortals]
+            until(lambda: server.counts() == before, 1, "the counts before")
+            for mortal in mortals[::2]:
+                served_right(witness, mortal, went_on=True)
+            witness.do("load", 999, CHUNKS, BLOCKS)
+            assert witness.do("load", KEPT, CHUNKS, BLOCKS) == CHUNKS
+        server.assert_well()
+    times.sort()
+    assert times[len(times) // 2] < 1.0 and times[-1] < 2.0, times

@@ -10,7 +10,8 @@ import random
 
 import pytest
 
-from tests.hostile.engine import PER_CHUNK, EngineProcess
+from tests.hostile.engine import PER_CHUNK
+from tests.hostile.process import EngineProcess
 from tests.hostile.stand import Stand, stand, until
 from tests.kvdata import Kv
 
