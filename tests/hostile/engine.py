@@ -6,6 +6,7 @@ Each lives in a process of its own: tests/hostile/process.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -72,8 +73,8 @@ class Facts:
     uid: int = 0
     """User that it becomes; 0: it stays the test's."""
     calls: int = 1024
-    mount_of: int = 0
-    """Process whose mounts it shares; 0: the test's."""
+    mounts_of: int = 0
+    """Process whose /dev/shm it shares; 0: the test's."""
 
     @property
     def memory(self) -> str:
@@ -98,7 +99,7 @@ class Engine:
         self._facts = facts
         kv, arrangement, num_blocks = facts.kv, facts.arrangement, facts.num_blocks
         self._path = f"/dev/shm/{facts.memory}"
-        self._size = Image(kv, arrangement, BLOCK, num_blocks).size_bytes
+        self._size = kv.token_bytes * BLOCK * num_blocks
         make = TintedImage if facts.tinted else Image
         self._image = make(kv, arrangement, BLOCK, num_blocks, buffer=self._create())
         request = self._registration()
@@ -300,6 +301,23 @@ class Engine:
     def restore(self) -> None:
         """The same memory at its old size; what was cut off is zeros."""
         os.truncate(self._path, self._size)
+
+    def punch(self) -> None:
+        """The same memory without a page behind it, until somebody reads or writes one."""
+        self.truncate(0)
+        self.restore()
+
+    def take_room(self) -> int:
+        """Fills its file system; how many bytes there were."""
+        with open("/dev/shm/kvgrpc-test-filler", "wb", buffering=0) as file:
+            for size in (1 << 20, 4096):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
+            return file.tell()
+
+    def give_room(self) -> None:
+        os.unlink("/dev/shm/kvgrpc-test-filler")
 
     def truncate_when_loading(self, block: int, size_bytes: int) -> None:
         """As ``truncate``, the moment the server writes this block, which holds 0xA5 until then."""

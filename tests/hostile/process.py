@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.e2e.unprivileged import import_everything
 from tests.hostile.engine import Engine, Facts
+from tests.hostile.room import join_mounts
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -29,6 +30,8 @@ LIFE_S = 300
 
 def _live(connection: Connection, facts: Facts) -> None:
     signal.alarm(LIFE_S)
+    if facts.mounts_of:
+        join_mounts(facts.mounts_of)
     if facts.uid:
         import_everything()
         os.setgroups([])

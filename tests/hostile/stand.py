@@ -18,7 +18,7 @@ from tests.hostile.gated import Hold, connect
 from tests.hostile.process import EngineProcess
 from tests.served import Served, serving
 
-FLAGS = ("--chunk-tokens", "16", "--l1-size", "64MiB", "--page-size", "4KiB", "--slice-size", "6144")
+FLAGS = ("--chunk-tokens", "16", "--page-size", "4KiB", "--slice-size", "6144")
 """A slice a chunk of the tests' MHA."""
 
 
@@ -116,14 +116,16 @@ class Stand:
 
 
 @contextlib.contextmanager
-def stand(*flags: str, gated: bool = False, uid: int = 0) -> Iterator[Stand]:
-    """The real server, or with ``gated`` the one whose copies can be held; that one becomes another user if wanted."""
+def stand(
+    *flags: str, gated: bool = False, uid: int = 0, room: tuple[str, ...] = (), l1: str = "64MiB"
+) -> Iterator[Stand]:
+    """The real server; with ``gated`` the one whose copies can be held, which becomes another user if wanted; with
+    ``room`` (what tests.hostile.room takes) in a place with little of it. Of a flag that is repeated the last counts.
+    """
+    module = "tests.hostile.gated" if gated else "tests.hostile.room" if room else ""
+    words = (*((f"uid={uid}",) if uid else ()), *room, *FLAGS, *(("--l1-size", l1) if l1 else ()), *flags)
     with contextlib.ExitStack() as stack:
-        flags = (*FLAGS, *flags)
-        if uid:
-            assert gated
-            flags = (f"uid={uid}", *flags)
-        served = stack.enter_context(serving(*flags, module="tests.hostile.gated" if gated else ""))
+        served = stack.enter_context(serving(*words, module=module))
         operator = stack.enter_context(Client(served.address, "operator"))
         gates = stack.enter_context(connect(str(served.socket))) if gated else None
         yield Stand(served, operator, stack, gates)
