@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,3 +140,11 @@ def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = 
         assert time.monotonic() - began < timeout_s, f"{what} did not come true within {timeout_s} s"
         time.sleep(0.005)
     return time.monotonic() - began
+
+
+def refusal_of(*words: str, folder: Path, prefix: tuple[str, ...] = ()) -> str:
+    """What a server says that does not start."""
+    command = [*prefix, sys.executable, "-m", "kvgrpc", "serve", "--socket", str(folder / "s"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    return done.stderr

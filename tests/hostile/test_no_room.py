@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.room import can_mount, memory_group
-from tests.hostile.stand import stand
+from tests.hostile.stand import refusal_of, stand
 from tests.kvdata import Kv
 
 CHUNKS = 8
@@ -55,14 +53,6 @@ def test_shared_memory_is_full() -> None:
         assert rounds > 10 and longest_s < 2
         assert witness.do("load", 30, CHUNKS, BLOCKS) == CHUNKS
         server.assert_well()
-
-
-def refusal_of(*words: str, folder: Path, prefix: tuple[str, ...] = ()) -> str:
-    """What a server says that does not start."""
-    command = [*prefix, sys.executable, "-m", "kvgrpc", "serve", "--socket", str(folder / "s"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done
-    return done.stderr
 
 
 @needs_mounts
