@@ -8,12 +8,13 @@ STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 GATE_SEEDS ?= 200
 JOBS   ?= 2
+SECONDS ?= 1800
 
 CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tests/*.hpp))
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench soak
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -59,6 +60,9 @@ lint: $(STAMP) proto-check ## style, types, import floors, proto
 
 sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 	$(PY) -m tests.sim --seeds $(SEEDS)
+
+soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
+	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 
 test: lint ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
