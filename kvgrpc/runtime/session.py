@@ -152,10 +152,12 @@ class DriverSession:
     async def _map(self, mapping_id: int, layout: api.Layout) -> bytes:
         mover = self._driver.hands.mover
         mapping = self._submit(mover.map, mapping_id, layout)
+        mapped = asyncio.wrap_future(mapping)
         try:
-            return await asyncio.shield(asyncio.wrap_future(mapping))
+            return await asyncio.shield(mapped)
         except asyncio.CancelledError:
             mapping.add_done_callback(lambda _: mover.unmap(mapping_id))  # on the thread that has mapped it
+            mapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to tell
             raise
 
     async def unregister(self, engine_id: str) -> None:

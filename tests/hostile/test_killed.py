@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -130,3 +131,22 @@ def test_killed_while_the_server_stands_still() -> None:
         server.assert_well()
     times.sort()
     assert times[len(times) // 2] < 1.0 and times[-1] < 2.0, times
+
+
+def test_killed_while_it_registers_memory_that_has_gone() -> None:
+    """The mapping fails when nobody waits for it any more: that is nothing to complain of."""
+    with stand("--max-workers", "1", gated=True) as server:
+        busy, mortal = server.engine(), server.stranger()
+        before, hold = server.counts(), server.hold(busy, "STORE", 10)
+        busy.do("store", "held", 1, CHUNKS, BLOCKS)
+        hold.wait_reached()
+        assert not mortal.do("start", 0.3), "it did not wait for the only thread"
+        until(lambda: server.has(mortal), what="its session")
+        os.unlink(f"/dev/shm/{mortal.facts.memory}")
+        mortal.kill()
+        until(lambda: not server.has(mortal), what="the end of its session")
+        hold.release()
+        assert busy.do("ended", "held") == STORED
+        until(lambda: server.counts() == before, what="the end of all work")
+        assert busy.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
+        server.assert_well()
