@@ -23,7 +23,7 @@ async def main(socket: str) -> None:
     """Until SIGTERM."""
     server = grpc.aio.server(options=channel_options(ServerOptions()))
     service, _, method = EMPTY_CALL[1:].partition("/")
-    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, Any] = {method: grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_insecure_port(f"unix:{socket}")
     await server.start()

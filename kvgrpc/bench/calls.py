@@ -12,14 +12,15 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from kvgrpc.bench.asker import attached
 from kvgrpc.bench.bare import EMPTY_CALL
 from kvgrpc.bench.engine import KINDS, LENGTHS, prompt, store_prompts
 from kvgrpc.bench.processes import answer, ask, listening, running, serving
 from kvgrpc.bench.results import Figure, figure
+from kvgrpc.bench.suite import Effort
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
 
@@ -32,19 +33,10 @@ Act = Callable[[], Awaitable[float]]
 """Does something once; the seconds that count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How often things are repeated, how many calls are in a repetition, how long a client asks."""
-
-    repetitions: int
-    calls: int
-    seconds: float
-
-
 def empty_call(address: str) -> tuple[Act, Act, Callable[[], Awaitable[None]]]:
     """The empty call alone, a call of several at a time, and how to close the channel."""
     channel = open_channel(parse_address(address), ChannelOptions())
-    method = channel.unary_unary(EMPTY_CALL)
+    method: Any = channel.unary_unary(EMPTY_CALL)
 
     async def call() -> float:
         began = time.perf_counter()

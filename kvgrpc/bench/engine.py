@@ -59,6 +59,7 @@ def shared_memory(size_bytes: int) -> Generator[SharedMemory, None, None]:
     """Memory of this size, every page of it touched."""
     memory = SharedMemory(create=True, size=size_bytes)
     try:
+        assert memory.buf is not None, "it is open"
         memory.buf[:] = bytes(range(256)) * (size_bytes // 256)
         yield memory
     finally:
