@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from kvgrpc import api
 from kvgrpc.bench.engine import LENGTHS, identities, prompt
-from kvgrpc.bench.processes import BenchError
+from kvgrpc.bench.processes import BenchError, say
 from kvgrpc.client.aio import AioClient
 from kvgrpc.core.types import Role, SpaceRef
 
@@ -62,7 +62,7 @@ async def attached(address: str) -> AsyncGenerator[Asker, None]:
 
 async def main(address: str) -> None:
     async with attached(address) as asker:
-        _say("ready")
+        say("ready")
         for line in sys.stdin:  # nothing else is to happen meanwhile
             order = json.loads(line)
             kind, hit = order["kind"], order["hit"]
@@ -71,12 +71,7 @@ async def main(address: str) -> None:
             while (took := time.perf_counter() - began) < order["seconds"]:
                 await asker.lookup(kind, content, hit)
                 lookups += 1
-            _say(json.dumps({"lookups": lookups, "seconds": took}))
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+            say(json.dumps({"lookups": lookups, "seconds": took}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from kvgrpc.bench.asker import attached
 from kvgrpc.bench.bare import EMPTY_CALL
@@ -36,7 +36,7 @@ Act = Callable[[], Awaitable[float]]
 def empty_call(address: str) -> tuple[Act, Act, Callable[[], Awaitable[None]]]:
     """The empty call alone, a call of several at a time, and how to close the channel."""
     channel = open_channel(parse_address(address), ChannelOptions())
-    method: Any = channel.unary_unary(EMPTY_CALL)
+    method = cast("Any", channel).unary_unary(EMPTY_CALL)
 
     async def call() -> float:
         began = time.perf_counter()
@@ -105,7 +105,6 @@ async def _health(bare: str, server: str, effort: Effort) -> dict[str, list[floa
 
 def lookup(effort: Effort) -> list[Figure]:
     with serving(L1) as server:
-        store_prompts(server.address)
         took = asyncio.run(_lookup(server.address, effort))
     figures = [microseconds("lookup/empty call", took["empty"])]
     for kind in KINDS:
@@ -119,6 +118,7 @@ def lookup(effort: Effort) -> list[Figure]:
 
 
 async def _lookup(address: str, effort: Effort) -> dict[str, list[float]]:
+    await store_prompts(address)
     call, _, close = empty_call(address)
     async with attached(address) as asker:
         acts: dict[str, Act] = {"empty": call}
@@ -136,7 +136,7 @@ def lookups(effort: Effort) -> list[Figure]:
     figures: list[Figure] = []
     with ExitStack() as stack:
         server = stack.enter_context(serving(L1))
-        store_prompts(server.address)
+        asyncio.run(store_prompts(server.address))
         askers = [stack.enter_context(running("kvgrpc.bench.asker", server.address)) for _ in range(max(CLIENTS))]
         for asker in askers:
             answer(asker)
@@ -157,7 +157,6 @@ def lookups(effort: Effort) -> list[Figure]:
 
 def turn(effort: Effort) -> list[Figure]:
     with listening("kvgrpc.bench.turns", L1) as server:
-        store_prompts(server.address)
         longest = asyncio.run(
             _turn(server.address, effort, lambda: ask(server.process, ""), lambda: answer(server.process))
         )
@@ -167,6 +166,7 @@ def turn(effort: Effort) -> list[Figure]:
 async def _turn(
     address: str, effort: Effort, ask: Callable[[], None], answer: Callable[[], str]
 ) -> dict[str, list[float]]:
+    await store_prompts(address)
     longest: dict[str, list[float]] = {kind: [] for kind in KINDS}
     async with attached(address) as asker:
         for _ in range(effort.repetitions):

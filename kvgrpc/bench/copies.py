@@ -7,21 +7,21 @@ this process. What is compared alternates; a repetition takes the best of five o
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvgrpc import api
-from kvgrpc.bench.engine import CHUNK, Paging, shared_memory, worker
+from kvgrpc.bench.engine import CHUNK, Paging, Worker, shared_memory, working
 from kvgrpc.bench.processes import BenchError, serving, wait_until
 from kvgrpc.bench.results import Figure, figure
 from kvgrpc.bench.start import arena_bytes, resident_bytes
 from kvgrpc.bench.suite import Effort
-from kvgrpc.client.scheduler import SchedulerClient
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, Direction, Piece, RunSlice, SliceReport, TokenRange
+from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.shm import SharedMemoryMover
 
@@ -30,7 +30,6 @@ CALL_BYTES = 128 * MIB
 SLICE_BYTES = 64 * MIB
 L1_BYTES = 1024 * MIB
 BEST_OF = 5
-WAIT_S = 60.0
 
 
 def paging(layers: int, run_bytes: int) -> Paging:
@@ -39,10 +38,11 @@ def paging(layers: int, run_bytes: int) -> Paging:
 
 
 WHOLE = Paging(1, 1, SLICE_BYTES, 2 * CALL_BYTES // SLICE_BYTES, block_size=CHUNK)
+# layers x the bytes of a block's K, or of its V, in one of them
 CASES = {
-    "32 layers of 32 KiB": (paging(32, 32 << 10), ">= 0.85"),
-    "2 layers of 16 KiB": (paging(2, 16 << 10), ">= 0.6"),
-    "2 layers of 4 KiB": (paging(2, 4 << 10), ">= 0.6"),
+    "32x32K": (paging(32, 32 << 10), ">= 0.85"),
+    "2x16K": (paging(2, 16 << 10), ">= 0.6"),
+    "2x4K": (paging(2, 4 << 10), ">= 0.6"),
 }
 
 
@@ -51,8 +51,10 @@ def shuffled(count: int) -> list[int]:
     return random.Random(1).sample(range(count), count)  # noqa: S311  (no secret)
 
 
-Copy = Callable[[], float]
+Copy = Callable[[], Awaitable[float]]
 """Copies once; the seconds that it took."""
+
+Maker = Callable[[Paging, Direction], Copy]
 
 
 # ---- alone ----------------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ def slices(paging: Paging, mapping_id: int, direction: Direction) -> list[RunSli
 
 
 @contextmanager
-def alone() -> Generator[Callable[[Paging, Direction], Copy], None, None]:
+def alone() -> Generator[Maker, None, None]:
     """Makes copies of a paging in this process, between touched memory and a touched arena."""
     with ExitStack() as stack:
         arena = Arena(CALL_BYTES)
@@ -89,7 +91,7 @@ def alone() -> Generator[Callable[[Paging, Direction], Copy], None, None]:
                 mover.map(mapped[paging], paging.layout(memory.name))
             work = slices(paging, mapped[paging], direction)
 
-            def copy() -> float:
+            async def copy() -> float:
                 began = time.perf_counter()
                 for one in work:
                     if mover.copy(one) != SliceReport(len(one.pieces)):
@@ -101,84 +103,56 @@ def alone() -> Generator[Callable[[Paging, Direction], Copy], None, None]:
         yield make
 
 
-# ---- through a server -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def through(address: str, paging: Paging) -> Generator[dict[Direction, Copy], None, None]:
-    """Store of a new prompt from the first half of the shuffled blocks, and retrieve of it into the others."""
-    engine_id, identity = secrets.token_hex(16), paging.identity()
-    blocks = shuffled(paging.num_blocks)
-    num_tokens = paging.num_blocks // 2 * paging.block_size
-    mine, other = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
-    scheduler = SchedulerClient(address, engine_id, identity)
-    prompt = api.Tokens(b"")
-    asked = 0
-
-    with worker(address, engine_id, paging, identity) as engine:
-
-        def store() -> float:
-            nonlocal prompt
-            prompt = api.Tokens(secrets.token_bytes(4) * num_tokens)
-            began = time.perf_counter()
-            results = engine.store(prompt, (mine,)).result(WAIT_S)
-            took = time.perf_counter() - began
-            check(results, ChunkOutcome.STORED)
-            return took
-
-        def retrieve() -> float:
-            nonlocal asked
-            asked += 1
-            hit = scheduler.lookup(str(asked), prompt, timeout_s=WAIT_S)
-            if hit.hit_tokens != num_tokens:
-                raise BenchError(f"what was stored is not found: {hit}")
-            began = time.perf_counter()
-            results = engine.retrieve(hit.job_id, TokenRange(0, num_tokens), (other,)).result(WAIT_S)
-            took = time.perf_counter() - began
-            scheduler.discard(str(asked))
-            check(results, ChunkOutcome.LOADED)
-            return took
-
-        def check(results: Sequence[ChunkResult], outcome: ChunkOutcome) -> None:
-            if {result.outcome for result in results} != {outcome}:
-                raise BenchError(f"a call did not end as {outcome.value}: {results}")
-
-        try:
-            if not scheduler.start(WAIT_S):
-                raise BenchError(f"no session with {address}: {scheduler.problem or 'no answer'}")
-            yield {Direction.STORE: store, Direction.RETRIEVE: retrieve}
-        finally:
-            scheduler.close()
-
-
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def best(copies: Sequence[Copy]) -> list[float]:
-    """GB/s of the best of five of each copy; they take turns."""
-    rounds = [[copy() for copy in copies] for _ in range(BEST_OF)]
-    return [CALL_BYTES / min(times) / 1e9 for times in zip(*rounds, strict=True)]
+async def best(turns: dict[str, Copy], of: int) -> dict[str, float]:
+    """GB/s of the best ``of`` so many of each copy; they take turns."""
+    rounds = [{name: await copy() for name, copy in turns.items()} for _ in range(of)]
+    return {name: CALL_BYTES / min(one[name] for one in rounds) / 1e9 for name in turns}
+
+
+async def rates(worker: Worker, make: Maker, case: Paging, effort: Effort) -> dict[str, list[float]]:
+    """GB/s of store and retrieve, of the same copies alone, and of the contiguous ones. A store has a new prompt, from
+    the first half of the shuffled blocks; retrieve loads it into the others."""
+    blocks = shuffled(case.num_blocks)
+    mine, other = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
+    prompt = api.Tokens(b"")
+
+    def store() -> Awaitable[float]:
+        nonlocal prompt
+        prompt = api.Tokens(secrets.token_bytes(4) * (len(mine) * case.block_size))
+        return worker.store(prompt, mine)
+
+    turns: dict[str, Copy] = {"store": store, "retrieve": lambda: worker.retrieve(prompt, other)}
+    for direction in Direction:
+        turns[f"{direction.value} alone"] = make(case, direction)
+        turns[f"{direction.value} floor"] = make(WHOLE, direction)
+    await best(turns, 1)
+    rounds = [await best(turns, min(BEST_OF, effort.repetitions)) for _ in range(max(1, effort.repetitions // 3))]
+    return {name: [one[name] for one in rounds] for name in turns}
 
 
 def copies(effort: Effort) -> list[Figure]:
-    figures: list[Figure] = []
-    with alone() as make, serving(f"{L1_BYTES // MIB}MiB") as server:
+    with serving(f"{L1_BYTES // MIB}MiB") as server:
         pid = server.process.pid
-        wait_until(lambda: arena_bytes(resident_bytes(pid)) >= L1_BYTES, "the arena to be warm", WAIT_S)
+        wait_until(lambda: arena_bytes(resident_bytes(pid)) >= L1_BYTES, "the arena to be warm")
+        return asyncio.run(_copies(server.address, effort))
+
+
+async def _copies(address: str, effort: Effort) -> list[Figure]:
+    figures: list[Figure] = []
+    with alone() as make:
         for name, (case, goal) in CASES.items():
-            with through(server.address, case) as calls:
-                floors = [make(WHOLE, direction) for direction in Direction]
-                lone = [make(case, direction) for direction in Direction]
-                turns = [*floors, *lone, *(calls[direction] for direction in Direction)]
-                best(turns)
-                rates = list(zip(*(best(turns) for _ in range(max(1, effort.repetitions // 3))), strict=True))
-            for at, direction in enumerate(Direction):
-                floor, one, call = rates[at], rates[2 + at], rates[4 + at]
-                what, of = f"copies/{direction.value} {name}", "contiguous copy"
+            async with working(address, case, case.identity()) as worker:
+                found = await rates(worker, make, case, effort)
+            for direction in ("store", "retrieve"):
+                call, lone, floor = found[direction], found[f"{direction} alone"], found[f"{direction} floor"]
+                what, of = f"copies/{direction} {name}", "contiguous copy"
                 figures += [
                     figure(what, call, "GB/s"),
                     figure(f"{what} ratio", divided(call, floor), "ratio", of=of, goal=goal),
-                    figure(f"{what} alone ratio", divided(one, floor), "ratio", of=of),
+                    figure(f"{what} alone ratio", divided(lone, floor), "ratio", of=of),
                 ]
     return figures
 

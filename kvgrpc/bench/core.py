@@ -93,4 +93,4 @@ def core(effort: Effort) -> list[Figure]:
             act()
             took[name].append((time.perf_counter() - began) * 1e6 / KEYS)
     took["lookup and release"] = [sum(pair) for pair in zip(took["lookup"], took["release"], strict=True)]
-    return [figure(f"core/{name}", took[name][1:], "us a key", goal=goal) for name, goal in GOALS.items()]
+    return [figure(f"core/{name}", took[name][1:], "us/key", goal=goal) for name, goal in GOALS.items()]

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from array import array
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 
 from kvgrpc import api
-from kvgrpc.bench.processes import START_S, BenchError
-from kvgrpc.client.worker import WorkerClient
-from kvgrpc.core.types import ChunkOutcome, SpaceIdentity
+from kvgrpc.bench.processes import BenchError
+from kvgrpc.client.aio import AioClient
+from kvgrpc.core.types import ChunkOutcome, ChunkResult, Role, SpaceIdentity, SpaceRef, TokenRange
+from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.layout import stored_form
 
+COPY_S = 60.0
 BLOCK, CHUNK = 16, 256
 LENGTHS = {"1K": 1 << 10, "8K": 8 << 10, "32K": 32 << 10, "128K": 128 << 10}
 KINDS = {"tokens": api.OWN_HASH_ALGORITHM, "hashes": "bench-sha256"}
@@ -67,19 +70,56 @@ def shared_memory(size_bytes: int) -> Generator[SharedMemory, None, None]:
         memory.unlink()
 
 
-@contextmanager
-def worker(
-    address: str, engine_id: str, paging: Paging, identity: SpaceIdentity
-) -> Generator[WorkerClient, None, None]:
-    """An attached worker with memory of this paging."""
+class Worker:
+    """An attached client with registered memory. Copies answer how long the call took in seconds."""
+
+    def __init__(self, client: AioClient, engine_id: str, space: SpaceRef) -> None:
+        self._client = client
+        self._engine_id = engine_id
+        self._space = space
+        self._calls = 0
+
+    async def store(self, content: api.Content, blocks: Sequence[int]) -> float:
+        self._calls += 1
+        request = api.StoreRequest(self._engine_id, self._calls, self._space, content, (blocks,))
+        return await _copied(self._client.store(request, timeout_s=COPY_S), ChunkOutcome.STORED)
+
+    async def retrieve(self, content: api.Content, blocks: Sequence[int]) -> float:
+        """Looks up, which is not counted, and retrieves."""
+        self._calls += 1
+        name = str(self._calls)
+        hit = await self._client.lookup(api.LookupRequest(self._engine_id, name, self._space, content))
+        tokens = TokenRange(0, content.num_tokens)
+        request = api.RetrieveRequest(self._engine_id, self._calls, hit.job_id, tokens, (blocks,))
+        took = await _copied(self._client.retrieve(request, timeout_s=COPY_S), ChunkOutcome.LOADED)
+        await self._client.end_request(self._engine_id, name)
+        return took
+
+
+async def _copied(call: Awaitable[tuple[ChunkResult, ...]], outcome: ChunkOutcome) -> float:
+    began = time.perf_counter()
+    results = await call
+    took = time.perf_counter() - began
+    if {result.outcome for result in results} != {outcome}:
+        raise BenchError(f"a copy did not end as {outcome.value}: {results}")
+    return took
+
+
+@asynccontextmanager
+async def working(address: str, paging: Paging, identity: SpaceIdentity) -> AsyncGenerator[Worker, None]:
+    """A worker with memory of this paging, in an engine of its own."""
+    engine_id = secrets.token_hex(16)
     with shared_memory(paging.size_bytes) as memory:
-        client = WorkerClient(address, api.RegisterRequest(engine_id, identity, 0, 0, 1, 1, paging.layout(memory.name)))
-        try:
-            if not client.start(START_S):
-                raise BenchError(f"no session with {address}: {client.problem or 'no answer'}")
-            yield client
-        finally:
-            client.close()
+        async with AioClient(address) as client:
+            session = client.attach(engine_id, Role.WORKER, secrets.token_bytes(16))
+            await anext(session)
+            layout = paging.layout(memory.name)
+            answer = await client.register(api.RegisterRequest(engine_id, identity, 0, 0, 1, 1, layout, host_id()))
+            try:
+                yield Worker(client, engine_id, SpaceRef(answer.space_base))
+            finally:
+                await client.unregister(engine_id)
+                await session.aclose()
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -101,10 +141,8 @@ def prompt(kind: str, num_tokens: int, stored: bool) -> api.Content:
     return api.Hashes(tuple(hashes), num_tokens)
 
 
-def store_prompts(address: str) -> None:
+async def store_prompts(address: str) -> None:
     """Stores the longest prompt of each kind, of which the others are prefixes."""
     for kind, identity in identities().items():
-        with worker(address, secrets.token_hex(16), _SMALL, identity) as client:
-            results = client.store(prompt(kind, LENGTHS["128K"], True), (range(_SMALL.num_blocks),)).result(START_S)
-        if {result.outcome for result in results} != {ChunkOutcome.STORED}:
-            raise BenchError(f"the prompts could not be stored: {results}")
+        async with working(address, _SMALL, identity) as worker:
+            await worker.store(prompt(kind, LENGTHS["128K"], True), range(_SMALL.num_blocks))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 START_S = 60.0
 STOP_S = 30.0
@@ -72,8 +74,23 @@ def answer(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise BenchError("a process of the benchmark ended early")
+        raise BenchError("a process of the benchmark ended early")  # it has said why
     return line
+
+
+def say(line: str) -> None:
+    """The other end of ``answer``."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def unwind_at_sigterm() -> None:
+    """Makes SIGTERM an exit that leaves contexts, so that it ends the processes of this one too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured, in this order. Importing it costs nothing; a measurement is loaded when it is made."""
+"""What is measured, in this order. Importing it costs nothing: a measurement loads what it needs in its own process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import sys
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import cast
 
+from kvgrpc.bench.processes import BenchError, answer, running, say, unwind_at_sigterm
 from kvgrpc.bench.results import Figure
 
 
@@ -21,7 +22,7 @@ class Effort:
 
 
 FULL = Effort(15, 40, 0.5)
-QUICK = Effort(3, 8, 0.05)
+QUICK = Effort(2, 8, 0.05)
 
 _PLACES = {
     "core": "core",
@@ -37,7 +38,22 @@ NAMES = tuple(_PLACES)
 """The names of measurements; the names of their figures begin with them and a slash."""
 
 
-def measure(name: str, effort: Effort) -> list[Figure]:
-    """Starts what is needed, measures, ends it. BenchError when something does not run."""
-    module = import_module(f"kvgrpc.bench.{_PLACES[name]}")
-    return cast("Callable[[Effort], list[Figure]]", getattr(module, name))(effort)
+def measure(name: str, quick: bool) -> list[Figure]:
+    """One measurement, in a process of its own: what was loaded or measured before has no part in it. BenchError when
+    something does not run."""
+    with running("kvgrpc.bench.suite", name, "quick" if quick else "full") as process:
+        return [Figure(**one) for one in json.loads(answer(process))]
+
+
+def main(name: str, effort: str) -> None:
+    unwind_at_sigterm()
+    act = getattr(import_module(f"kvgrpc.bench.{_PLACES[name]}"), name)
+    try:
+        figures: list[Figure] = act(QUICK if effort == "quick" else FULL)
+    except BenchError as error:
+        sys.exit(f"{name}: {error}")
+    say(json.dumps([asdict(one) for one in figures]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,6 +13,7 @@ import sys
 import time
 
 from kvgrpc.app import serve
+from kvgrpc.bench.processes import say
 from kvgrpc.config.settings import load_settings
 from kvgrpc.telemetry.log import configure
 
@@ -41,8 +42,7 @@ def main(l1_size: str, socket: str) -> None:
     def tell() -> None:
         if not sys.stdin.readline():
             loop.remove_reader(sys.stdin)
-        sys.stdout.write(f"{selector.longest_s * 1000}\n")
-        sys.stdout.flush()
+        say(str(selector.longest_s * 1000))
         selector.longest_s = 0.0
 
     settings = load_settings(socket=socket, l1_size=l1_size, log_level="warning")

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvgrpc.bench.processes import BenchError, unwind_at_sigterm
 from kvgrpc.bench.results import Figure, Report
-from kvgrpc.bench.suite import FULL, NAMES, QUICK, measure
+from kvgrpc.bench.suite import NAMES, measure
 
 
 @click.command()
@@ -25,6 +26,7 @@ def bench(json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bo
     Starts servers and clients of its own on private sockets and ends them. Needs 6 GiB of free memory. Each value is a
     median over repetitions; ratios are taken between things that alternate in one run.
     """
+    unwind_at_sigterm()
     figures: list[Figure] = []
     names = [name for name in NAMES if name in only] or list(NAMES)
     columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
@@ -33,7 +35,10 @@ def bench(json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bo
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name, refresh=True)
-            figures += _measured(name, quick)
+            try:
+                figures += measure(name, quick)
+            except BenchError as error:
+                raise click.ClickException(f"{name}: {error}") from None
             progress.advance(task)
     report = Report("quick" if quick else "bench", tuple(figures))
     Console().print(as_table(report.figures))
@@ -43,23 +48,15 @@ def bench(json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bo
         raise SystemExit(1)
 
 
-def _measured(name: str, quick: bool) -> list[Figure]:
-    from kvgrpc.bench.processes import BenchError
-
-    try:
-        return measure(name, QUICK if quick else FULL)
-    except BenchError as error:
-        raise click.ClickException(f"{name}: {error}") from None
-
-
 def as_table(figures: tuple[Figure, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("figure", "value", "", "least to most", "of", "goal", ""):
-        table.add_column(column, justify="right" if column in {"value", "least to most"} else "left", no_wrap=True)
+    for column in ("figure", "median", "spread", "goal", ""):
+        table.add_column(column, justify="right" if column in {"median", "spread"} else "left", no_wrap=True)
     for one in figures:
-        spread = "" if one.low is None or one.high is None else f"{_short(one.low)} to {_short(one.high)}"
+        spread = "" if one.low is None or one.high is None else f"{_short(one.low)}..{_short(one.high)}"
         verdict = {None: "", True: "[green]met[/]", False: "[bold red]missed[/]"}[one.met]
-        table.add_row(one.name, _short(one.value), one.unit, spread, one.of, one.goal or "", verdict)
+        unit = "" if one.of else f" {one.unit}"
+        table.add_row(one.name, _short(one.value) + unit, spread, one.goal or "", verdict)
     return table
 
 
