@@ -14,7 +14,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench soak
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots soak
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -112,5 +112,12 @@ wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo
 
-bench: $(STAMP) ## microbenchmark: the core alone, and calls to a local server
-	$(PY) -m benchmarks.core_ops
+bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
+	$(VENV)/bin/kvgrpc bench $(if $(JSON),--json $(JSON))
+
+bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
+	@mkdir -p benchmarks/results
+	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+plots: $(STAMP) ## draw the newest committed figures into docs/
+	$(PY) -m benchmarks.plot
