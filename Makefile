@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+PEER   := .venv-peer
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 GATE_SEEDS ?= 200
@@ -13,7 +14,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench peer-env peer-bench
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -95,6 +96,16 @@ wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from 
 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo
+
+peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
+
+$(PEER)/.installed: benchmarks/peer-constraints.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --constraint $< lmcache torch
+	@touch $@
+
+peer-bench: $(STAMP) $(PEER)/.installed ## this service and the peer in turns, about 8 minutes; ARGS="--json benchmarks/results"
+	$(PY) -m benchmarks.peer_lmcache $(ARGS)
 
 bench: $(STAMP) ## microbenchmark: the core alone, and calls to a local server
 	$(PY) -m benchmarks.core_ops
