@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -186,8 +187,12 @@ class Bench:
         address = side.address(port)
         began = time.perf_counter()
         with running(side.server(port, gib, self._folder), self._folder / f"server-{port}") as process:
-            ask([asker], "reach", address=address)
-            yield address, time.perf_counter() - began, process.pid
+            try:
+                ask([asker], "reach", address=address)
+                self._say(f"a server of {side.transport or 'kvgrpc'} {side.mode} answers")
+                yield address, time.perf_counter() - began, process.pid
+            finally:  # the peer leaves its memory when it is killed
+                Path(f"/dev/shm/lmcache_l1_pool_kvgrpc-peer-{port}").unlink(missing_ok=True)
 
     def add(self, name: str, values: Sequence[float], unit: str, of: str = "", goal: float | None = None) -> None:
         self.figures.append(figure(name, values, unit, of=of, goal=None if goal is None else f">= {goal:g}"))
@@ -236,6 +241,8 @@ class Bench:
                     self.versions |= client.receive()
                 ask(clients[name], "keep")
 
+            self._say("lookups: prompts are stored")
+
             def call(name: str) -> float:
                 return ask(clients[name][:1], "calls", seconds=self._seconds)[0]["us"]
 
@@ -279,7 +286,10 @@ class Bench:
                 self.versions |= ask([clients[name]], "open", **order)[0]
 
             def copy(name: str) -> dict[str, Any]:
-                return ask([clients[name]], "copies", count=COPIES)[0]
+                found = ask([clients[name]], "copies", count=COPIES)[0]
+                rates = ", ".join(f"{direction} {median(found[direction]):.2f}" for direction in COPY_GOALS)
+                self._say(f"copies, {name}: {rates} GB/s")
+                return found
 
             found = in_turns({name: lambda name=name: copy(name) for name in COPIERS}, self._repetitions + 1)
         for direction, goal in COPY_GOALS.items():
@@ -289,7 +299,6 @@ class Bench:
             best = max((name for name in rates if name != "kvgrpc"), key=lambda name: median(rates[name]))
             ratios = [ours / its for ours, its in zip(rates["kvgrpc"], rates[best], strict=True)]
             self.add(f"{direction}/ratio", ratios, "ratio", f"the peer's best path: {best}", goal)
-            self._say(f"{direction}: " + ", ".join(f"{name} {median(values):.2f}" for name, values in rates.items()))
         for name, turns in found.items():
             of = f"{COPIES * len(turns)} copies"
             self.figures.append(
@@ -334,6 +343,7 @@ def table(figures: Sequence[Figure]) -> Table:
 def main(repetitions: int, seconds: float, parts: tuple[str, ...], json_path: Path | None) -> None:
     if not PEER_BIN.exists():
         raise PeerError("the peer's environment is missing: make peer-env")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     console, began = Console(width=None if sys.stdout.isatty() else 160), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvgrpc-peer-") as folder:
 
