@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+PEER   := .venv-peer
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 GATE_SEEDS ?= 200
@@ -14,7 +15,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots soak
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench soak
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -121,3 +122,13 @@ bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json,
 
 plots: $(STAMP) ## draw the newest committed figures into docs/
 	$(PY) -m benchmarks.plot
+
+peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
+
+$(PEER)/.installed: benchmarks/peer-constraints.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --constraint $< lmcache torch
+	@touch $@
+
+peer-bench: $(STAMP) $(PEER)/.installed ## this service and the peer in turns, about 8 minutes; ARGS="--json benchmarks/results"
+	$(PY) -m benchmarks.peer_lmcache $(ARGS)
