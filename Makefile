@@ -4,16 +4,18 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+PEER   := .venv-peer
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 GATE_SEEDS ?= 200
 JOBS   ?= 2
+SECONDS ?= 1800
 
 CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tests/*.hpp))
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench soak
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -60,10 +62,25 @@ lint: $(STAMP) proto-check ## style, types, import floors, proto
 sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 	$(PY) -m tests.sim --seeds $(SEEDS)
 
+soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
+	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
+
 test: lint ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
+	$(MAKE) --no-print-directory test-protobuf7
+
+# Development runs on protobuf 6; what speaks the protocol runs on the next major, too, which users get.
+PROTOBUF7 := protobuf==7.36.2
+
+build/protobuf7: $(STAMP)
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $@ $(PROTOBUF7)
+	@touch $@
+
+test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes messages, on protobuf 7
+	@PYTHONPATH=build/protobuf7 $(PY) -c 'import google.protobuf as p; assert p.__version__.startswith("7."), p.__version__'
+	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client
 
 # The C++ tests, without Python, one program a sanitizer.
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -96,5 +113,22 @@ wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo
 
-bench: $(STAMP) ## microbenchmark: the core alone, and calls to a local server
-	$(PY) -m benchmarks.core_ops
+bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
+	$(VENV)/bin/kvgrpc bench $(if $(JSON),--json $(JSON))
+
+bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
+	@mkdir -p benchmarks/results
+	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+plots: $(STAMP) ## draw the newest committed figures into docs/
+	$(PY) -m benchmarks.plot
+
+peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
+
+$(PEER)/.installed: benchmarks/peer-constraints.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --constraint $< lmcache torch
+	@touch $@
+
+peer-bench: $(STAMP) $(PEER)/.installed ## this service and the peer in turns, about 8 minutes; ARGS="--json benchmarks/results"
+	$(PY) -m benchmarks.peer_lmcache $(ARGS)

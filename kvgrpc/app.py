@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvgrpc import __version__
 from kvgrpc.config.memory import available_memory, choose_l1_size
@@ -16,7 +19,7 @@ from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions, run
-from kvgrpc.transfer.arena import Arena
+from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.shm import SharedMemoryMover
 
@@ -51,17 +54,25 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
+def raise_file_limit() -> None:
+    """As many descriptors as the system lets this process have: each connection and each shared object takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Main thread only.
 
     ``announce`` is called once, when every listener is bound. Raises SettingsError, ArenaError or ListenError when the
     server cannot start; each says why in one sentence.
     """
+    raise_file_limit()
     limits = settings.core_limits()
     available_bytes = available_memory()
     l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes)
-    arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages)
-    book = Bookkeeper(limits, l1_bytes)
+    first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
+    arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
+    book = Bookkeeper(limits, arena.ready_bytes)
     for cache_salt, size_bytes in settings.quota.items():
         book.set_quota(cache_salt, size_bytes)
     hands = Hands(
@@ -80,9 +91,8 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
     )
-    arena.warm()
-    try:
-        await server.start()
+
+    def started() -> None:
         announce(
             Choices(
                 addresses=server.addresses,
@@ -95,7 +105,11 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
                 reflection=settings.serves_reflection(),
             )
         )
-        await run(server)
+
+    loop = asyncio.get_running_loop()
+    arena.fill(partial(loop.call_soon_threadsafe, book.grow))
+    try:
+        await run(server, started)
     finally:
         await driver.close()
         arena.close()

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvgrpc.core import checks, snapshots
 from kvgrpc.core import types as t
-from kvgrpc.core.calls import Calls
+from kvgrpc.core.calls import Calls, fingerprint
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.holds import Holds
 from kvgrpc.core.index import IdentityFacts, Index, Space
@@ -66,7 +66,7 @@ class Bookkeeper:
             next((job.lease_end_ns for job in jobs.leased), None),
             next((job.record_end_ns for job in jobs.recorded), None),
             next((job.read_end_ns for job in jobs.read), None),
-            next((hold.until_ns for hold in self.holds.by_time), None),
+            self.holds.next_end(),
             self.prefetcher.next_deadline(),
             *(client.broken_ns + grace_ns for client in self.sessions.broken.values()),
         ]
@@ -90,11 +90,19 @@ class Bookkeeper:
             self.calls.forget_old(client, now)
         self.index.reclaim(self.limits.victims_per_turn)
 
+    def grow(self, arena_bytes: int) -> None:
+        """The arena has become this large."""
+        self.index.slots.grow(arena_bytes)
+
     # ---- spaces -----------------------------------------------------------------------------------------------------
 
     def space_base(self, now: int, identity: t.SpaceIdentity) -> bytes:
         """Names an identity and remembers it. Refuses: SPACE_LIMIT."""
-        return self.index.name_base(identity).base
+        return self._facts(identity).base
+
+    def _facts(self, identity: t.SpaceIdentity) -> IdentityFacts:
+        clients = self.sessions.clients.values()
+        return self.index.name_base(identity, (client.facts.base for client in clients if client.facts is not None))
 
     def space_seed(self, ref: t.SpaceRef) -> tuple[bytes, bool]:
         """(space digest, whether keys are made of token ids here). Refuses: SPACE_UNKNOWN."""
@@ -143,7 +151,7 @@ class Bookkeeper:
         self.calls.revoke_all(now, client)
         if client.registration is not None:
             client.unmaps.append(client.registration.mapping_id)
-            client.registration = None
+            client.registration = client.facts = None
         self._settle_client(client)
 
     def _settle_client(self, client: Client) -> None:
@@ -164,20 +172,18 @@ class Bookkeeper:
         client = self.sessions.find_working(client_id, registration.engine_id)
         if client.role is not t.Role.WORKER:
             raise Refusal(Reason.INVALID_FIELD, "only a worker shares memory; attach as one", field="role")
-        facts = self.index.name_base(registration.identity)
+        facts = self._facts(registration.identity)
         object_bytes = registration.geometry.object_bytes(self.limits.chunk_tokens)
         old = client.registration
         changed = old is None or replace(old, mapping_id=registration.mapping_id) != registration
         if changed:
-            mates = (other.registration for other in client.engine.clients.values() if other is not client)
-            mate = next((one for one in mates if one is not None), None)
-            mate_base = self.index.name_base(mate.identity).base if mate else b""
-            checks.check_ranks(registration, mate, facts.base, mate_base)
+            mate = client.engine.mate(client)
+            checks.check_ranks(registration, mate.registration if mate else None, mate is None or mate.facts is facts)
             self._check_geometry(client, registration, facts, object_bytes)
             facts.object_bytes[registration.kv_rank] = object_bytes
             facts.orders[registration.kv_rank] = registration.geometry.order
             self._give_up_memory(now, client)
-            client.registration = registration
+            client.registration, client.facts = registration, facts
             client.registration_epoch += 1
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
@@ -188,9 +194,8 @@ class Bookkeeper:
         if (facts.object_bytes.get(rank, object_bytes), facts.orders.get(rank, order)) == (object_bytes, order):
             return
         in_use = any(space.table.chunks for space in self.index.spaces.values() if space.facts is facts)
-        others = (other.registration for other in self.sessions.clients.values() if other is not client)
-        shared = (r for r in others if r and r.kv_rank == rank and self.index.name_base(r.identity) is facts)
-        if in_use or any(shared):
+        others = (other for other in self.sessions.clients.values() if other is not client and other.facts is facts)
+        if in_use or any(other.sharing().kv_rank == rank for other in others):
             known = f"{facts.object_bytes[rank]} bytes ({facts.orders[rank]})"
             text = f"a chunk of this rank has {object_bytes} bytes ({order}) here, {known} elsewhere in the same space"
             raise Refusal(Reason.GEOMETRY_MISMATCH, text, field="groups")
@@ -235,8 +240,8 @@ class Bookkeeper:
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 
-    def _check_space(self, registration: t.Registration, base: bytes) -> None:
-        if self.index.name_base(registration.identity).base != base:
+    def _check_space(self, client: Client, facts: IdentityFacts) -> None:
+        if client.facts is not facts:
             text = "the space_base is not the one that this client registered"
             raise Refusal(Reason.SPACE_MISMATCH, text, field="space.space_base")
 
@@ -244,21 +249,21 @@ class Bookkeeper:
         """Results, or None: they come by CallEnded. Refuses: see the protocol."""
         client = self.sessions.find_working(client_id, command.engine_id)
         content, last_key = command.content, tuple(command.content.keys[-1:])
-        asked = (command.range, command.space, content.num_tokens, last_key, tuple(map(tuple, command.blocks)))
-        repeat = self.calls.find_repeat(client, command.call_id, hash(asked))
+        asked = fingerprint(command.blocks, command.range, command.space, content.num_tokens, last_key)
+        repeat = self.calls.find_repeat(client, command.call_id, asked)
         if repeat is not None:
             return repeat.results
         registration = client.sharing()
         checks.check_store(command, registration, self.limits)
-        self._check_space(registration, self.index.facts(command.space.space_base).base)
+        self._check_space(client, self.index.facts(command.space.space_base))
         self.ledger.counters["stores"] += 1
         plan = StorePlan(self._desk, registration, command, self.index.space(command.space))
-        return self.calls.begin(now, client, command.call_id, plan, hash(asked)).results
+        return self.calls.begin(now, client, command.call_id, plan, asked).results
 
     def retrieve(self, now: int, client_id: str, command: t.RetrieveCommand) -> tuple[t.ChunkResult, ...] | None:
         """Results, or None: they come by CallEnded. Refuses: see the protocol."""
         client = self.sessions.find_working(client_id, command.engine_id)
-        asked = hash((command.range, command.job_id, tuple(map(tuple, command.blocks))))
+        asked = fingerprint(command.blocks, command.range, command.job_id)
         repeat = self.calls.find_repeat(client, command.call_id, asked)
         if repeat is not None:
             return repeat.results
@@ -267,7 +272,7 @@ class Bookkeeper:
         checks.check_range(command.range, registration, self.limits)
         checks.check_blocks(command.blocks, command.range, registration)
         job = self.jobs.find(client.engine, command.job_id)
-        self._check_space(registration, job.space.facts.base)
+        self._check_space(client, job.space.facts)
         if not job.status.done:
             raise Refusal(Reason.JOB_PENDING, "the lookup is still prefetching; query it first", retry_after_ms=10)
         bit = job.lease.bit(t.Reader(registration.kv_rank, registration.tp_rank))
@@ -321,6 +326,10 @@ class Bookkeeper:
         ]
         for found in hit:
             found.clears += 1
+        if space is None:  # nor are those of spaces and identities that were forgotten, or are not known yet
+            self.index.first_version += 1
+            for facts in self.index.bases.values():
+                facts.clears += model is None or facts.identity.model == model
         return self._clear(hit)
 
     def bump_generation(self, now: int, *, model: str = "", space_base: bytes = b"") -> t.Cleared:
@@ -380,16 +389,7 @@ class Bookkeeper:
 
     def counts(self) -> t.Counts:
         """How many of what there are."""
-        spaces = self.index.spaces.values()
-        return t.Counts(
-            chunks=sum(space.table.complete for space in spaces),
-            spaces=sum(1 for space in spaces if space.table.chunks),
-            engines=len(self.sessions.engines),
-            clients=len(self.sessions.clients) - len(self.sessions.broken),
-            jobs=len(self.jobs.jobs),
-            pins=self.leases.pins,
-            calls_in_flight=self.calls.in_flight,
-        )
+        return snapshots.counts(self.index, self.sessions, len(self.jobs.jobs), self.leases.pins, self.calls.in_flight)
 
     def engines(self) -> tuple[t.EngineStatus, ...]:
         """All engines with their clients."""

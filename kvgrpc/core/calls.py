@@ -11,8 +11,10 @@ it does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from kvgrpc.core.sessions import Client
 
 REVOKED = "REVOKED"
+PASSING_CALLS, PASSING_BLOCKS = 8, 16384
+"""How many waiting Retrieves are tried at a turn, and how many blocks one may name and is compared with at a turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +39,12 @@ class Call:
     call_id: int
     fingerprint: int = 0
     plan: Plan | None = None
+    number: int = 0
+    """Grows along the queue."""
+    apart: int = 0
+    """It touches no block of the calls in front of it up to this number."""
+    blocker: Call | None = None
+    """A call in front of it that touches a block of it."""
     results: tuple[ChunkResult, ...] | None = None
     revoked: bool = False
     slice_id: int = 0
@@ -86,7 +96,10 @@ class Calls:
         """Records a call and runs it as far as its client's turn allows. Refuses: CALL_LIMIT."""
         call = Call(client, call_id, fingerprint, plan)
         self._record(client, call, now)
+        call.number = self._ledger.next_id()
         client.queue.append(call)
+        if plan.direction is Direction.RETRIEVE:
+            client.retrieves.append(call)
         self.in_flight += 1
         self.advance(now, client)
         return call
@@ -130,6 +143,9 @@ class Calls:
         call.plan = None
         call.ended_ns = now
         client.queue.remove(call)
+        if plan.direction is Direction.RETRIEVE:
+            client.retrieves.remove(call)
+        call.blocker = None
         client.ended[call.call_id] = call
         self.in_flight -= 1
         self._ledger.outbox.append(CallEnded(client.client_id, call.call_id, call.results))
@@ -165,15 +181,38 @@ class Calls:
             self.revoke(now, call)
 
 
+def fingerprint(blocks: Sequence[Sequence[int]], *asked: Hashable) -> int:
+    """Of what a call asks for: a repeat must ask for the same."""
+    return hash((asked, *(ids.tobytes() if isinstance(ids, array) else tuple(ids) for ids in blocks)))
+
+
 def _next(client: Client) -> tuple[Call, Plan]:
-    """The first call, or the first Retrieve that may go before the Stores in front of it."""
-    plans = [(call, call.plan) for call in client.queue if call.plan is not None]
-    if plans[0][1].direction is Direction.STORE and any(plan.direction is Direction.RETRIEVE for _, plan in plans):
-        passed = [set[int]() for _ in plans[0][1].block_sets]
-        for call, plan in plans:
-            apart = all(ids.isdisjoint(blocks) for ids, blocks in zip(passed, plan.block_sets, strict=True))
-            if apart and plan.direction is Direction.RETRIEVE:
-                return call, plan
-            for ids, blocks in zip(passed, plan.block_sets, strict=True):
-                ids |= blocks
-    return plans[0]
+    """The first call, or one of the first Retrieves that may go before the Stores in front of it."""
+    call = client.queue[0]
+    assert call.plan is not None
+    if call.plan.direction is Direction.STORE:
+        for retrieve in islice(client.retrieves, PASSING_CALLS):
+            if retrieve.plan is not None and _may_pass(client, retrieve, retrieve.plan):
+                return retrieve, retrieve.plan
+    return call, call.plan
+
+
+def _may_pass(client: Client, retrieve: Call, plan: Plan) -> bool:
+    """Whether it touches no block of any call in front of it. What was found out is kept, so that in all its turns a
+    call is compared with each call in front of it once."""
+    if plan.num_blocks > PASSING_BLOCKS or (retrieve.blocker is not None and retrieve.blocker.plan is not None):
+        return False
+    retrieve.blocker = None
+    room = PASSING_BLOCKS
+    for call in client.queue:
+        if call is retrieve:
+            return True
+        if call.number > retrieve.apart and call.plan is not None:
+            if room <= 0:
+                return False
+            room -= call.plan.num_blocks
+            if plan.touches(call.plan):
+                retrieve.blocker = call
+                return False
+            retrieve.apart = call.number
+    return False

@@ -10,6 +10,8 @@ from kvgrpc.core.index import IdentityFacts
 from kvgrpc.core.types import ChunkKeys, CoreLimits, LookupCommand, Registration, StoreCommand, TokenRange
 
 U32 = 1 << 32
+READERS_MOST = 4096
+"""Readers of one object of a lookup: a job keeps a bit for each of them and chunk."""
 
 
 def check_range(tokens: TokenRange, registration: Registration, limits: CoreLimits) -> None:
@@ -94,11 +96,15 @@ def lookup_ranks(command: LookupCommand, facts: IdentityFacts) -> tuple[int, ...
     return ranks
 
 
-def lookup_kv_tp_size(command: LookupCommand, registration: Registration | None) -> int:
+def lookup_kv_tp_size(command: LookupCommand, num_ranks: int, registration: Registration | None) -> int:
     """The engine's kv_tp_size; without a registration the lookup's tp_size, so that an object has one reader. Refuses:
     TP_SIZE_MISMATCH."""
     if not 1 <= command.tp_size <= 128:
         raise Refusal(Reason.TP_SIZE_MISMATCH, f"tp_size {command.tp_size} is not 1 to 128", field="tp_size")
+    kv_tp_size = command.tp_size if registration is None else registration.kv_tp_size
+    if num_ranks * (command.tp_size // kv_tp_size) > READERS_MOST:
+        text = f"{num_ranks} KV ranks with tp_size {command.tp_size} are more than {READERS_MOST} readers"
+        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
     if registration is None:
         return command.tp_size
     if command.tp_size % registration.kv_tp_size:
@@ -110,7 +116,7 @@ def lookup_kv_tp_size(command: LookupCommand, registration: Registration | None)
     return registration.kv_tp_size
 
 
-def check_ranks(r: Registration, others: Registration | None, base: bytes, other_base: bytes) -> None:
+def check_ranks(r: Registration, others: Registration | None, same_identity: bool) -> None:
     """Whether a worker's place in its engine makes sense. Refuses: RANK, TP_SIZE_MISMATCH, SPACE_MISMATCH."""
     world = r.identity.kv_world_size
     if not 1 <= r.tp_size <= 128 or not 1 <= r.kv_tp_size <= r.tp_size or r.tp_size % r.kv_tp_size:
@@ -132,5 +138,5 @@ def check_ranks(r: Registration, others: Registration | None, base: bytes, other
     if (r.tp_size, r.kv_tp_size) != (others.tp_size, others.kv_tp_size):
         text = f"the engine's other workers have tp_size {others.tp_size} and kv_tp_size {others.kv_tp_size}"
         raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
-    if base != other_base:
+    if not same_identity:
         raise Refusal(Reason.SPACE_MISMATCH, "the engine's other workers registered another identity", field="identity")

@@ -87,11 +87,17 @@ class Eviction:
 
     def use(self, chunks: Sequence[Chunk], priority: Priority) -> None:
         """A prefix was used just now, by a request of this priority."""
+        queues = self.queues
         for chunk in touch_order(chunks):
             if chunk.priority < priority:
                 self.drop(chunk)
                 chunk.priority = priority
-            self.queues[chunk.priority].use(chunk)
+            queue = queues[chunk.priority]
+            if queue.parked:
+                queue.parked.pop(chunk, None)
+            order = queue.order
+            order[chunk] = None
+            order.move_to_end(chunk)
             if chunk.account.queues:
                 chunk.account.queues[chunk.priority].use(chunk)
 

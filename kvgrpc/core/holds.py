@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps chunks beyond recency: retention wishes of requests and pins of operators, both for a bounded time and
-under one byte budget. A hold that ends only makes its chunks evictable; Clear does not care for holds."""
+under one byte budget. A hold that ends only makes its chunks evictable; Clear does not care for holds.
+
+A chunk is retained once, until the latest time that anybody wished. The orders by time also have entries that are
+over: of chunks whose time was put off, or that are gone; they are dropped when they outnumber the others.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.ledger import Ledger
 
-
-@dataclass(order=True, slots=True)
-class Hold:
-    """Chunks of a prefix, held until a time. ``pin_id`` is empty for a request's retention."""
-
-    until_ns: int
-    hold_id: int
-    chunks: list[Chunk]
-    pin_id: bytes = b""
+_SPARE = 1024
+"""Entries that are over and not worth a rebuild."""
 
 
 class Holds:
-    """All holds, by time; those of operators also by pin id."""
+    """All holds: retained chunks and when that ends, chunks of operators' pins by pin id."""
 
     def __init__(self, ledger: Ledger, index: Index) -> None:
         self._ledger = ledger
         self._index = index
-        self.by_time: list[Hold] = []
-        self.pins: dict[bytes, Hold] = {}
+        self.retained: dict[Chunk, int] = {}
+        self.pins: dict[bytes, list[Chunk]] = {}
+        self._pin_ends: list[tuple[int, bytes]] = []
+        self._ends: list[tuple[int, int, Chunk]] = []
+        """(when, id, chunk), a heap."""
+        index.on_gone = self._gone
 
     def _fitting(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """As many of a prefix's chunks, heads first, as the budget has room for."""
@@ -43,18 +43,24 @@ class Holds:
             fitting.append(chunk)
         return fitting
 
-    def _hold(self, chunks: list[Chunk], until_ns: int, pin_id: bytes = b"") -> Hold:
-        hold = Hold(until_ns, self._ledger.next_id(), chunks, pin_id)
-        for chunk in chunks:
-            self._index.hold(chunk)
-        heapq.heappush(self.by_time, hold)
-        return hold
-
     def retain(self, chunks: Iterable[Chunk], until_ns: int) -> None:
         """Keeps as many of a prefix's chunks, heads first, as the budget has room for."""
-        kept = self._fitting(chunks)
-        if kept and len(self.by_time) - len(self.pins) < self._ledger.limits.jobs_per_engine:
-            self._hold(kept, until_ns)
+        for chunk in self._fitting(chunks):
+            known_ns = self.retained.get(chunk)
+            if known_ns is None:
+                self._index.hold(chunk)
+            if known_ns is None or until_ns > known_ns:
+                self.retained[chunk] = until_ns
+            if known_ns is None:
+                heapq.heappush(self._ends, (until_ns, self._ledger.next_id(), chunk))
+
+    def _gone(self, chunk: Chunk) -> None:
+        """The chunk is not there any more."""
+        if self.retained.pop(chunk, None) is not None:
+            chunk.holds -= 1
+            if len(self._ends) > 2 * len(self.retained) + _SPARE:
+                self._ends = [end for end in self._ends if end[2] in self.retained]
+                heapq.heapify(self._ends)
 
     def pin(self, pin_id: bytes, chunks: list[Chunk], until_ns: int) -> None:
         """Keeps all of them or none. Refuses: HOLD_LIMIT, PIN_LIMIT."""
@@ -62,24 +68,36 @@ class Holds:
             raise Refusal(Reason.HOLD_LIMIT, "the prefix does not fit the byte budget for holds", resource="holds")
         if len(self.pins) >= self._ledger.limits.pins:
             raise Refusal(Reason.PIN_LIMIT, f"{self._ledger.limits.pins} pins are in force", resource="pins")
-        self.pins[pin_id] = self._hold(chunks, until_ns, pin_id)
+        self.pins[pin_id] = chunks
+        heapq.heappush(self._pin_ends, (until_ns, pin_id))
+        for chunk in chunks:
+            self._index.hold(chunk)
 
     def unpin(self, pin_id: bytes) -> int:
         """Ends an operator's pin; how many chunks it held. Refuses: PIN_UNKNOWN."""
-        hold = self.pins.get(pin_id)
-        if hold is None:
+        chunks = self.pins.pop(pin_id, None)
+        if chunks is None:
             raise Refusal(Reason.PIN_UNKNOWN, "no such pin: it has ended or never was", field="pin_id", resource="pin")
-        self.by_time.remove(hold)
-        heapq.heapify(self.by_time)
-        self._end(hold)
-        return len(hold.chunks)
-
-    def _end(self, hold: Hold) -> None:
-        for chunk in hold.chunks:
+        self._pin_ends = [end for end in self._pin_ends if end[1] != pin_id]
+        heapq.heapify(self._pin_ends)
+        for chunk in chunks:
             self._index.unhold(chunk)
-        self.pins.pop(hold.pin_id, None)
+        return len(chunks)
+
+    def next_end(self) -> int | None:
+        """No hold ends before this."""
+        return min([ends[0][0] for ends in (self._ends, self._pin_ends) if ends], default=None)
 
     def tick(self, now: int) -> None:
         """Ends holds whose time is over."""
-        while self.by_time and self.by_time[0].until_ns <= now:
-            self._end(heapq.heappop(self.by_time))
+        while self._ends and self._ends[0][0] <= now:
+            until_ns, number, chunk = self._ends[0]
+            until_ns = self.retained.get(chunk, 0)
+            if until_ns > now:
+                heapq.heapreplace(self._ends, (until_ns, number, chunk))
+                continue
+            heapq.heappop(self._ends)
+            if self.retained.pop(chunk, None) is not None:
+                self._index.unhold(chunk)
+        while self._pin_ends and self._pin_ends[0][0] <= now:
+            self.unpin(self._pin_ends[0][1])

@@ -9,7 +9,7 @@ bounded turns, those in use when their last user lets go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvgrpc.core.errors import Reason, Refusal
@@ -106,24 +106,31 @@ class Index:
         self.dead: deque[Table] = deque()
         self.pinned_bytes = 0
         self.held_bytes = 0
+        self.on_gone: Callable[[Chunk], None] = lambda _: None
+        """Told of each chunk that goes although it is held."""
+        self.first_version = 0
+        """Where identities that are not known begin to count: past all that were forgotten or cleared unseen."""
 
     # ---- spaces -----------------------------------------------------------------------------------------------------
 
-    def name_base(self, identity: SpaceIdentity) -> IdentityFacts:
-        """Remembers an identity. Refuses: SPACE_LIMIT."""
+    def name_base(self, identity: SpaceIdentity, shared: Iterable[bytes] = ()) -> IdentityFacts:
+        """Remembers an identity; at the limit, forgets others but for those of ``shared``. Refuses: SPACE_LIMIT."""
         base = space_base(identity, self._ledger.limits.chunk_tokens)
         facts = self.bases.get(base)
         if facts is None:
             if len(self.bases) >= self._ledger.limits.spaces:
-                self._forget_bases()
-            facts = self.bases[base] = IdentityFacts(base, identity, (1 << identity.kv_world_size) - 1)
+                self._forget_bases(shared)
+            ranks = (1 << identity.kv_world_size) - 1
+            facts = self.bases[base] = IdentityFacts(base, identity, ranks, clears=self.first_version)
         return facts
 
-    def _forget_bases(self) -> None:
-        """Forgets identities that were only ever named in a Handshake. Refuses: SPACE_LIMIT."""
-        used = {space.facts.base for space in self.spaces.values()}
+    def _forget_bases(self, shared: Iterable[bytes]) -> None:
+        """Forgets identities without spaces that nobody shares memory under. Refuses: SPACE_LIMIT."""
+        self._forget_empty_spaces()
+        used = {space.facts.base for space in self.spaces.values()}.union(shared)
         for base, facts in list(self.bases.items()):
-            if base not in used and not facts.object_bytes and not facts.generation:
+            if base not in used and not facts.generation:
+                self.first_version = max(self.first_version, facts.clears)
                 del self.bases[base]
         if len(self.bases) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many identities are in use on this server", resource="spaces")
@@ -153,13 +160,17 @@ class Index:
             account = self.accounts[cache_salt] = Account()
         return account
 
-    def _forget_spaces(self) -> None:
-        """Forgets every space without data; a running call that names its table finds it dead. Refuses: SPACE_LIMIT."""
+    def _forget_empty_spaces(self) -> None:
+        """A running call that names the table of one finds it dead."""
         for ref, space in list(self.spaces.items()):
             if not space.table.chunks:
                 space.table.live = False
                 space.facts.clears = max(space.facts.clears, space.clears)
                 del self.spaces[ref]
+
+    def _forget_spaces(self) -> None:
+        """Forgets every space without data. Refuses: SPACE_LIMIT."""
+        self._forget_empty_spaces()
         if len(self.spaces) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many spaces hold data; clear some", resource="spaces")
         in_use = {id(space.account) for space in self.spaces.values()}
@@ -175,20 +186,25 @@ class Index:
         if table.live:
             self.eviction.use([chunk for key in keys if (chunk := get(key)) is not None], priority)
 
-    def pin(self, chunk: Chunk) -> None:
-        """One more lease or read holds the chunk."""
-        if not chunk.pins:
-            chunk.table.pinned += chunk.complete
-            self.pinned_bytes += chunk.ready_bytes
-        chunk.pins += 1
+    def pin(self, chunks: Sequence[Chunk]) -> None:
+        """One more lease or read holds each of them."""
+        for chunk in chunks:
+            if not chunk.pins:
+                chunk.table.pinned += chunk.complete
+                self.pinned_bytes += chunk.ready_bytes
+            chunk.pins += 1
 
-    def unpin(self, chunk: Chunk) -> None:
-        """One less."""
-        chunk.pins -= 1
-        if not chunk.pins:
-            chunk.table.pinned -= chunk.complete
-            self.pinned_bytes -= chunk.ready_bytes
-            self._rest(chunk)
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        """One less each."""
+        queues = self.eviction.queues
+        for chunk in chunks:
+            chunk.pins -= 1
+            if not chunk.pins:
+                table = chunk.table
+                table.pinned -= chunk.complete
+                self.pinned_bytes -= chunk.ready_bytes
+                if not table.live or not chunk.slots or queues[chunk.priority].parked or chunk.account.queues:
+                    self._rest(chunk)  # else that changes nothing, and most of a lookup's time goes here
 
     def hold(self, chunk: Chunk) -> None:
         """One more retention or operator pin keeps the chunk."""
@@ -271,6 +287,7 @@ class Index:
             self.slots.move(self._take_slot(chunk, kv_rank), FREE)
         if chunk.holds:
             self.held_bytes -= chunk.ready_bytes
+            self.on_gone(chunk)
         chunk.ready = chunk.ready_bytes = 0
         chunk.complete = False
         self._forget(chunk)
@@ -352,6 +369,7 @@ class Index:
             self.pinned_bytes -= chunk.ready_bytes
         if chunk.holds:
             self.held_bytes -= chunk.ready_bytes
+            self.on_gone(chunk)
         chunk.ready_bytes = 0
 
 

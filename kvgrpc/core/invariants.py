@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.index import Chunk, Table
@@ -143,7 +144,7 @@ def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
     for plan in _plans(book):
         pins.update(map(id, _pinned(plan)))
         writes.update(map(id, _held(plan)))
-    holds = Counter(id(chunk) for hold in book.holds.by_time for chunk in hold.chunks)
+    holds = Counter(map(id, chain(book.holds.retained, *book.holds.pins.values())))
     for chunk in chunks:
         assert chunk.pins == pins[id(chunk)], "pins are those of leases, prefetches and running reads"
         assert chunk.writes == writes[id(chunk)] + chunk.writing.bit_count(), "writes are those of slots and stores"

@@ -60,6 +60,10 @@ class Job:
         return LookupAnswer(self.job_id, self.status)
 
 
+def _cost_bytes(lease: Lease, num_keys: int) -> int:
+    return RECORD_BYTES + (KEY_BYTES + lease.full.bit_length() // 8) * num_keys
+
+
 class Jobs:
     """All records, in the orders in which time takes them. Durations are the same for all, so insertion order is time
     order."""
@@ -82,7 +86,7 @@ class Jobs:
             raise Refusal(Reason.JOB_UNKNOWN, text, field="job_id", resource="job")
         return job
 
-    def admit(self, engine: Engine, num_keys: int) -> None:
+    def admit(self, engine: Engine, lease: Lease, num_keys: int) -> None:
         """Makes room for one more record. Refuses: JOB_LIMIT, RECORD_LIMIT."""
         limits = self._ledger.limits
         while len(engine.jobs) >= limits.jobs_per_engine:
@@ -90,7 +94,7 @@ class Jobs:
                 text = f"{limits.jobs_per_engine} lookups of this engine are pinned or pending; retrieve or free them"
                 raise Refusal(Reason.JOB_LIMIT, text, retry_after_ms=1000, resource="jobs")
             self.drop(next(iter(engine.finished)))
-        cost = RECORD_BYTES + KEY_BYTES * num_keys
+        cost = _cost_bytes(lease, num_keys)
         while self.record_bytes + cost > limits.records_bytes:
             if not self.finished or cost > limits.records_bytes:
                 text = f"records of lookups take {limits.records_bytes} bytes and all are pinned or pending"
@@ -106,7 +110,7 @@ class Jobs:
         self._charge(job)
 
     def _charge(self, job: Job) -> None:
-        cost = RECORD_BYTES + KEY_BYTES * len(job.keys)
+        cost = _cost_bytes(job.lease, len(job.keys))
         self.record_bytes += cost - job.cost_bytes
         job.cost_bytes = cost
 

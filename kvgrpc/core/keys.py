@@ -56,9 +56,9 @@ def chunk_keys(seed: bytes, data: bytes | bytearray | memoryview, chunk_tokens: 
     return keys
 
 
-def object_name(digest: bytes, generation: int, key: bytes, kv_rank: int) -> str:
-    """Hex name of one object in tiers; ``digest`` is the space's."""
-    return _digest("kvgrpc.object.v1", digest, str(generation), key, str(kv_rank)).hex()
+def object_name(digest: bytes, generation: int, key: bytes, kv_rank: int, order: str) -> str:
+    """Hex name of one object in tiers; ``digest`` is the space's, ``order`` that of the rank's runs (Geometry)."""
+    return _digest("kvgrpc.object.v1", digest, str(generation), key, str(kv_rank), order).hex()
 
 
 def fingerprint(secret: str) -> str:

@@ -68,16 +68,21 @@ class Leases:
 
     def release(self, lease: Lease, start: int, end: int, mask: int) -> int:
         """Takes the readers ``mask`` off chunks [start, end); how many pins that released."""
-        released = 0
-        chunks, remaining, unpin = lease.chunks, lease.remaining, self._index.unpin
-        for at in range(start, min(end, len(chunks))):
-            bits = remaining[at]
-            if bits & mask:
-                released += (bits & mask).bit_count()
-                remaining[at] = bits & ~mask
-                if not bits & ~mask:
-                    unpin(chunks[at])
+        chunks, remaining, count = lease.chunks, lease.remaining, len(lease.chunks)
+        if mask == lease.full and start <= 0 and end >= count and remaining.count(mask) == count:
+            released, ended = count * mask.bit_count(), chunks
+            remaining[:] = [0] * count
+        else:
+            released, ended = 0, list[Chunk]()
+            for at in range(start, min(end, count)):
+                bits = remaining[at]
+                if bits & mask:
+                    released += (bits & mask).bit_count()
+                    remaining[at] = bits & ~mask
+                    if not bits & ~mask:
+                        ended.append(chunks[at])
         self.pins -= released
+        self._index.unpin(ended)
         return released
 
     def end(self, lease: Lease) -> int:

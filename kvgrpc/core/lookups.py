@@ -52,7 +52,7 @@ class Lookups:
         checks.check_prefix(command.content, limits)
         facts = self._index.facts(command.space.space_base)
         ranks = checks.lookup_ranks(command, facts)
-        kv_tp_size = checks.lookup_kv_tp_size(command, engine.registration())
+        kv_tp_size = checks.lookup_kv_tp_size(command, len(ranks), engine.registration())
         if command.policy.no_lookup:
             return NO_HIT
         counters["lookups"] += 1
@@ -62,16 +62,15 @@ class Lookups:
         prefetches = bool(self._prefetcher.tiers) and len(found) < len(keys)
         if not found and not prefetches:
             return NO_HIT
-        self._jobs.admit(engine, len(keys) if prefetches else len(found))
-        space = self._index.space(command.space)
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
+        self._jobs.admit(engine, lease, len(keys) if prefetches else len(found))
+        space = self._index.space(command.space)
         kept = list(keys if prefetches else keys[: len(found)])
         name = (command.job_id, command.request_id, command.attempt, command.tp_size, command.fingerprint)
         job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
         if pinned:
-            for chunk in found:
-                self._index.pin(chunk)
+            self._index.pin(found)
             self._leases.grant(lease, found)
         self._index.eviction.use(found, command.policy.priority)
         self._jobs.add(job, now)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +68,11 @@ class Plan(ABC):
         self._chunk_tokens = desk.ledger.limits.chunk_tokens
         self._object_bytes = registration.geometry.object_bytes(self._chunk_tokens)
         sizes = [group.block_size for group in registration.geometry.groups]
-        self._blocks = list(zip(command.blocks, sizes, strict=True))
+        tokens = command.range.end - command.range.start
+        self._blocks = [
+            (array("I", ids[: tokens // size]), size) for ids, size in zip(command.blocks, sizes, strict=True)
+        ]
+        self.num_blocks = sum(len(ids) for ids, _ in self._blocks)
         self._zeros = (0,) * len(sizes)
         self._first = first
         self._at: int = first
@@ -78,11 +83,14 @@ class Plan(ABC):
         """Bytes of the open chunk ``_at`` that were ordered in earlier slices."""
         self.flights: list[Flight] = []
 
+    def touches(self, other: Plan) -> bool:
+        """Whether the two calls name a block in common."""
+        pairs = zip(self._block_sets, other._blocks, strict=True)
+        return not all(own.isdisjoint(ids) for own, (ids, _) in pairs)
+
     @cached_property
-    def block_sets(self) -> tuple[frozenset[int], ...]:
-        """The blocks of the call, by KV group."""
-        tokens = self._range.end - self._range.start
-        return tuple(frozenset(ids[: tokens // size]) for ids, size in self._blocks)
+    def _block_sets(self) -> list[frozenset[int]]:
+        return [frozenset(ids) for ids, _ in self._blocks]
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 
@@ -322,8 +330,8 @@ class RetrievePlan(Plan):
             chunk = self._find(at)
             if chunk is None:
                 break
-            self._desk.index.pin(chunk)
             pinned.append(chunk)
+        self._desk.index.pin(pinned)
         return pinned
 
     def _find(self, at: int) -> Chunk | None:
@@ -376,8 +384,7 @@ class RetrievePlan(Plan):
         """The prefix up to the range's end was used; the call's pins go."""
         index = self._desk.index
         index.use(self._job.table, self._keys[: self._end], self._job.priority)
-        for chunk in self.pinned or ():
-            index.unpin(chunk)
+        index.unpin(self.pinned or ())
         self.pinned = None
         counters = self._desk.ledger.counters
         loaded = sum(known == LOADED for known in self._outcomes)

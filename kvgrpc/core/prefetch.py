@@ -75,14 +75,14 @@ class Prefetcher:
     def begin(self, job: Job, want: int, now: int, wait_ns: int) -> bool:
         """Asks the tiers for what the job misses after its pinned prefix; False when there is nothing to ask."""
         prefetch = Prefetch(len(job.lease.chunks), want, self._ledger.next_id())
-        sizes = job.space.facts.object_bytes
+        sizes, orders = job.space.facts.object_bytes, job.space.facts.orders
         if any(rank not in sizes for rank in job.lease.ranks):
             return False  # nobody has said yet how long the objects are
         for at in range(prefetch.first, len(job.keys)):
             chunk = job.table.chunks.get(job.keys[at])
             for rank in job.lease.ranks:
                 if chunk is None or not chunk.ready >> rank & 1:
-                    name = object_name(job.space.digest, job.space.version, job.keys[at], rank)
+                    name = object_name(job.space.digest, job.space.version, job.keys[at], rank, orders[rank])
                     prefetch.probed.append((at, rank, ObjectName(name, sizes[rank])))
             if len(prefetch.probed) >= self._ledger.limits.keys_per_call:
                 break
@@ -121,7 +121,7 @@ class Prefetcher:
             if not self._leases.fits([chunk], self.reading_bytes):
                 prefetch.limited_by = LIMIT
                 return False
-            self._index.pin(chunk)  # or making room might evict what is there of it
+            self._index.pin((chunk,))  # or making room might evict what is there of it
         for rank in job.lease.ranks:
             if chunk is not None and chunk.ready >> rank & 1:
                 continue
@@ -132,14 +132,14 @@ class Prefetcher:
             if read is None:
                 self._drop(job, reads)
                 if chunk is not None:
-                    self._index.unpin(chunk)
+                    self._index.unpin((chunk,))
                 return False
             source = read.tier
             read.jobs[job] = None
             reads.append(read)
             if chunk is None:
                 chunk = read.chunk
-                self._index.pin(chunk)
+                self._index.pin((chunk,))
         assert chunk is not None
         prefetch.waiting.update((read.read_id, read) for read in reads)
         prefetch.planned.append(chunk)
@@ -203,8 +203,7 @@ class Prefetcher:
         if not limited_by or (prefetch.planned and count == len(prefetch.planned)):
             limited_by = prefetch.limited_by
         self._leases.grant(job.lease, prefetch.planned[:count])
-        for chunk in prefetch.planned[count:]:
-            self._index.unpin(chunk)
+        self._index.unpin(prefetch.planned[count:])
         total = prefetch.first + count
         by_tier: dict[str, int] = {"l1": prefetch.first} if prefetch.first else {}
         for source in prefetch.sources[:count]:
@@ -218,8 +217,7 @@ class Prefetcher:
     def end(self, job: Job) -> None:
         """The job is going: gives back everything that it waits for."""
         if job.prefetch is not None:
-            for chunk in self._detach(job).planned:
-                self._index.unpin(chunk)
+            self._index.unpin(self._detach(job).planned)
 
     def _detach(self, job: Job) -> Prefetch:
         prefetch = job.prefetch

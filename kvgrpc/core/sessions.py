@@ -17,6 +17,7 @@ from kvgrpc.core.types import Registration, Role
 
 if TYPE_CHECKING:
     from kvgrpc.core.calls import Call
+    from kvgrpc.core.index import IdentityFacts
     from kvgrpc.core.jobs import Job
 
 
@@ -37,6 +38,10 @@ class Engine:
         """Any worker's registration: they agree on tp_size, kv_tp_size and identity."""
         return next((client.registration for client in self.clients.values() if client.registration), None)
 
+    def mate(self, client: Client) -> Client | None:
+        """Another client that shares memory."""
+        return next((one for one in self.clients.values() if one is not client and one.registration), None)
+
 
 @dataclass(eq=False, slots=True)
 class Client:
@@ -50,10 +55,14 @@ class Client:
     gone: bool = False
     broken_ns: int = 0
     registration: Registration | None = None
+    facts: IdentityFacts | None = None
+    """Of the registration's identity."""
     registration_epoch: int = 0
     calls: dict[int, Call] = field(default_factory=dict[int, "Call"])
     ended: OrderedDict[int, Call] = field(default_factory=OrderedDict[int, "Call"])
     queue: deque[Call] = field(default_factory=deque["Call"])
+    retrieves: deque[Call] = field(default_factory=deque["Call"])
+    """Those of the queue that are Retrieves."""
     running: Call | None = None
     """The call whose slice is in flight."""
     unmaps: list[int] = field(default_factory=list[int])

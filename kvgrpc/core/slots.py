@@ -45,14 +45,12 @@ class _Slab:
 class _Pages:
     """Runs of free pages: (first page, count)."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self.free = 0
         self._length_of: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
         self._lengths: list[int] = []
-        if count:
-            self.give(0, count)
 
     def _add(self, start: int, length: int) -> None:
         self._length_of[start] = length
@@ -110,13 +108,21 @@ class Slots:
 
     def __init__(self, arena_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
-        self.total_bytes = arena_bytes // page_bytes * page_bytes
-        self.pages = _Pages(arena_bytes // page_bytes)
+        self.total_bytes = 0
+        self.pages = _Pages()
         self.bytes_by_state = dict.fromkeys(SlotState, 0)
         """PINNED stays 0 here: its bytes are a part of READY, counted by the index."""
-        self.bytes_by_state[FREE] = self.total_bytes
         self._slabs: dict[int, dict[_Slab, None]] = {}
         """Slabs with a free place, by the size of their places."""
+        self.grow(arena_bytes)
+
+    def grow(self, arena_bytes: int) -> None:
+        """More of the arena is there."""
+        first, count = self.total_bytes // self.page_bytes, arena_bytes // self.page_bytes
+        if count > first:
+            self.pages.give(first, count - first)
+            self.bytes_by_state[FREE] += (count - first) * self.page_bytes
+            self.total_bytes = count * self.page_bytes
 
     def cost_bytes(self, size_bytes: int) -> int:
         """What an object of this size takes."""

@@ -7,7 +7,7 @@ from kvgrpc.core.index import Index
 from kvgrpc.core.keys import fingerprint
 from kvgrpc.core.sessions import Client, Sessions
 from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING, WRITING
-from kvgrpc.core.types import ArenaStatus, ClientStatus, EngineStatus, SpaceStatus
+from kvgrpc.core.types import ArenaStatus, ClientStatus, Counts, EngineStatus, SpaceStatus
 
 
 def arena(index: Index) -> ArenaStatus:
@@ -22,6 +22,19 @@ def arena(index: Index) -> ArenaStatus:
         doomed_bytes=by_state[DOOMED],
         settling_bytes=by_state[SETTLING],
         held_bytes=index.held_bytes,
+    )
+
+
+def counts(index: Index, sessions: Sessions, jobs: int, pins: int, calls_in_flight: int) -> Counts:
+    """How many of what there are."""
+    return Counts(
+        chunks=sum(space.table.complete for space in index.spaces.values()),
+        spaces=sum(1 for space in index.spaces.values() if space.table.chunks),
+        engines=len(sessions.engines),
+        clients=len(sessions.clients) - len(sessions.broken),
+        jobs=jobs,
+        pins=pins,
+        calls_in_flight=calls_in_flight,
     )
 
 

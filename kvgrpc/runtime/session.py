@@ -52,7 +52,7 @@ class DriverSession:
         if hello.identity is not None:
             space_base = driver.book.space_base(driver.now(), hello.identity)
         limits = driver.limits
-        arena_bytes = driver.book.arena_status().total_bytes
+        arena_bytes = driver.hands.arena.size_bytes  # also while parts of it are still missing
         return api.ServerInfo(
             protocol_major=api.PROTOCOL_MAJOR,
             protocol_minor=api.PROTOCOL_MINOR,
@@ -152,10 +152,12 @@ class DriverSession:
     async def _map(self, mapping_id: int, layout: api.Layout) -> bytes:
         mover = self._driver.hands.mover
         mapping = self._submit(mover.map, mapping_id, layout)
+        mapped = asyncio.wrap_future(mapping)
         try:
-            return await asyncio.shield(asyncio.wrap_future(mapping))
+            return await asyncio.shield(mapped)
         except asyncio.CancelledError:
             mapping.add_done_callback(lambda _: mover.unmap(mapping_id))  # on the thread that has mapped it
+            mapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to tell
             raise
 
     async def unregister(self, engine_id: str) -> None:
@@ -239,12 +241,15 @@ class DriverSession:
             policy=request.policy,
             cleared=driver.forgets != forgets,
         )
-        results = driver.book.store(driver.now(), self._client_id, command)
-        return await self._results(request.call_id, results)
+        results, call_id = driver.book.store(driver.now(), self._client_id, command), request.call_id
+        del request, content, command  # the bookkeeper has kept what it needs
+        return await self._results(call_id, results)
 
     async def retrieve(self, request: api.RetrieveRequest) -> tuple[ChunkResult, ...]:
         results = self._driver.book.retrieve(self._driver.now(), self._client_id, request)
-        return await self._results(request.call_id, results)
+        call_id = request.call_id
+        del request  # the bookkeeper has kept what it needs
+        return await self._results(call_id, results)
 
     async def _results(self, call_id: int, results: tuple[ChunkResult, ...] | None) -> tuple[ChunkResult, ...]:
         if results is not None:

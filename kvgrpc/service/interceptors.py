@@ -18,7 +18,17 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.service.calls import CLIENT_ID_KEY, CURRENT, NAME_MOST, REQUEST_ID_KEY, RULES, Call, is_name, read_call
+from kvgrpc.service.calls import (
+    CLIENT_ID_KEY,
+    CURRENT,
+    NAME_MOST,
+    REQUEST_ID_KEY,
+    RULES,
+    Call,
+    Rule,
+    is_name,
+    read_call,
+)
 from kvgrpc.service.deadline import Deadline
 from kvgrpc.service.traffic import Traffic
 from kvgrpc.status import DETAILS_KEY, REASON_CODES, rich_status
@@ -41,6 +51,7 @@ class CallLimits:
 
     message_bytes: int
     running_calls: int
+    running_bytes: int
     deadline_s: float
     copy_deadline_s: float
 
@@ -71,6 +82,17 @@ def check_running_calls(traffic: Traffic, most: int, call: Call) -> None:
             f"the server answers {most} calls already, its limit; try again later",
             retry_after_ms=LIMIT_RETRY_MS,
             resource="running calls",
+        )
+
+
+def check_running_bytes(traffic: Traffic, most: int, rule: Rule, size_bytes: int) -> None:
+    """gRPC keeps a message as long as its call runs, and a call may wait behind others."""
+    if rule.limited and traffic.limited_bytes and traffic.limited_bytes + size_bytes > most:
+        raise Refusal(
+            Reason.CALL_LIMIT,
+            f"the messages of running calls have {traffic.limited_bytes} bytes, the limit is {most}; try again later",
+            retry_after_ms=LIMIT_RETRY_MS,
+            resource="message bytes of running calls",
         )
 
 
@@ -111,11 +133,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def act() -> Any:
             request = self._read(call, method, raw)
+            deadline_s = self._default_deadline_s(call, request, context)
             servicer: Any = method.unary_unary
-            async with Deadline(self._default_deadline_s(call, request, context)):
-                return await servicer(request, context)
+            answering: Awaitable[Any] = servicer(request, context)
+            del request  # so that a call that waits keeps only what the servicer still needs
+            async with Deadline(deadline_s):
+                return await answering
 
-        return await self._run(call, context, act)
+        return await self._run(call, context, act, len(raw))
 
     async def _answer_stream(self, call: Call, method: _Method, raw: bytes, context: _Context) -> None:
         trailer = ((REQUEST_ID_KEY, call.request_id),)
@@ -133,20 +158,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 # not left to the garbage collector: closing is what tells the cache that the peer is gone
                 await answers.aclose()
 
-        await self._run(call, context, act)
+        await self._run(call, context, act, len(raw))
 
-    async def _run(self, call: Call, context: _Context, act: Callable[[], Awaitable[Any]]) -> Any:
+    async def _run(self, call: Call, context: _Context, act: Callable[[], Awaitable[Any]], size_bytes: int) -> Any:
         CURRENT.set(call)
         REQUEST_ID.set(call.request_id)
         start = time.perf_counter()
         try:
             for check in self._checks:
                 check(call)
-            self._traffic.enter(call.rule)
+            check_running_bytes(self._traffic, self._limits.running_bytes, call.rule, size_bytes)
+            self._traffic.enter(call.rule, size_bytes)
             try:
                 answer = await act()
             finally:
-                self._traffic.leave(call.rule)
+                self._traffic.leave(call.rule, size_bytes)
         except Refusal as refusal:
             code = REASON_CODES[refusal.reason].name
             # not the message: it may name what the peer sent

@@ -52,6 +52,7 @@ class ServerOptions:
     reflection: bool = False
     message_bytes: int = 16 * MIB
     running_calls: int = 16384
+    running_bytes: int = 128 * MIB
     deadline_s: float = 5.0
     copy_deadline_s: float = 30.0
     drain_s: float = 25.0
@@ -159,6 +160,7 @@ class Server:
         limits = CallLimits(
             message_bytes=options.message_bytes,
             running_calls=options.running_calls,
+            running_bytes=options.running_bytes,
             deadline_s=options.deadline_s,
             copy_deadline_s=options.copy_deadline_s,
         )
@@ -196,14 +198,17 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
     ]
 
 
-async def run(server: Server) -> None:
-    """Serves a started server until SIGTERM or SIGINT, then drains it; a second stops it at once. Main thread only."""
+async def run(server: Server, started: Callable[[], None]) -> None:
+    """Starts the server, calls ``started``, and serves until SIGTERM or SIGINT; then drains it; a second stops it at
+    once. Main thread only. Raises as ``Server.start``."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     caught = (signal.SIGTERM, signal.SIGINT)
     for number in caught:
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
+        await server.start()
+        started()
         await _first(server.wait(), signals.get())
         await _first(server.drain(), signals.get())
         await server.stop()

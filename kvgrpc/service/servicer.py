@@ -38,11 +38,15 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
         return cache_wire.encode_query_response(await self._cache().query(engine_id, job_id, wait_ms))
 
     async def Store(self, request: cache_pb2.StoreRequest, context: object) -> cache_pb2.StoreResponse:
-        results = await self._cache().store(cache_wire.decode_store_request(request))
+        storing = self._cache().store(cache_wire.decode_store_request(request))
+        del request  # a Store waits for its turn without it
+        results = await storing
         return cache_wire.encode_store_response(results)
 
     async def Retrieve(self, request: cache_pb2.RetrieveRequest, context: object) -> cache_pb2.RetrieveResponse:
-        results = await self._cache().retrieve(cache_wire.decode_retrieve_request(request))
+        retrieving = self._cache().retrieve(cache_wire.decode_retrieve_request(request))
+        del request  # a Retrieve waits for its turn without it
+        results = await retrieving
         return cache_wire.encode_retrieve_response(results)
 
     async def FreeLookupLocks(

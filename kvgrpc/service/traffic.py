@@ -21,6 +21,7 @@ class Traffic:
         self.closed = asyncio.Event()
         self.reason = ""
         self.limited_calls = 0
+        self.limited_bytes = 0
         self._running = 0
         self._holding = 0
         self._empty = asyncio.Event()
@@ -28,16 +29,18 @@ class Traffic:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def enter(self, rule: Rule) -> None:
+    def enter(self, rule: Rule, size_bytes: int) -> None:
         self.limited_calls += rule.limited
+        self.limited_bytes += rule.limited * size_bytes
         self._running += 1
         self._empty.clear()
         if rule.holds_drain:
             self._holding += 1
             self._idle.clear()
 
-    def leave(self, rule: Rule) -> None:
+    def leave(self, rule: Rule, size_bytes: int) -> None:
         self.limited_calls -= rule.limited
+        self.limited_bytes -= rule.limited * size_bytes
         self._running -= 1
         if not self._running:
             self._empty.set()

@@ -6,13 +6,18 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 from kvgrpc.transfer import _native
 from kvgrpc.transfer.arena_file import ArenaError, allocate, anonymous_file, named_file
 
 __all__ = ["Arena", "ArenaError"]
+
+log = structlog.get_logger(__name__)
 
 PART_BYTES = 256 << 20
 _STEP_BYTES = 16 << 20
@@ -29,7 +34,7 @@ class Arena:
     process than refuse.
 
     Threads: views may be used by any thread; who may write where is the core's to say. ``grow`` by one thread at a
-    time. ``close`` is for the end.
+    time, and not after ``fill``. ``close`` is for the end.
 
     Raises ArenaError when the memory cannot be had.
     """
@@ -49,7 +54,7 @@ class Arena:
         self._path = path
         self._fd = named_file(path, size_bytes) if path is not None else anonymous_file(size_bytes, huge_pages)
         self._closing = threading.Event()
-        self._warming: threading.Thread | None = None
+        self._filling: threading.Thread | None = None
         try:
             while self.ready_bytes < min(size_bytes, size_bytes if first_bytes is None else first_bytes):
                 self.grow()
@@ -72,11 +77,14 @@ class Arena:
             self.ready_bytes += part
         return self.ready_bytes
 
-    def warm(self) -> None:
-        """Starts to take the pages into use from a thread of low priority, ahead of the first copies. Once."""
-        assert self._warming is None, "an arena is warmed once"
-        self._warming = threading.Thread(target=self._touch_all, name="kvgrpc-arena", daemon=True)
-        self._warming.start()
+    def fill(self, on_grown: Callable[[int], object] = int) -> None:
+        """Starts a thread that allocates the missing parts, telling the new ``ready_bytes`` after each, and then, at
+        low priority, takes the pages into use ahead of the first copies. Once. A part that cannot be had is told in the
+        log; the arena stays as it is then.
+        """
+        assert self._filling is None, "an arena is filled once"
+        self._filling = threading.Thread(target=self._fill, args=(on_grown,), name="kvgrpc-arena", daemon=True)
+        self._filling.start()
 
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes [offset, offset + length). Must be dropped before ``close``, or it keeps the memory."""
@@ -86,8 +94,8 @@ class Arena:
     def close(self) -> None:
         """Gives the memory back, or leaves that to the last view that is still in use."""
         self._closing.set()
-        if self._warming is not None:
-            self._warming.join()
+        if self._filling is not None:
+            self._filling.join()
         self._view.release()
         with suppress(BufferError):
             self._map.close()
@@ -102,14 +110,16 @@ class Arena:
         os.close(self._fd)
         self._fd = -1
 
-    def _touch_all(self) -> None:
+    def _fill(self, on_grown: Callable[[int], object]) -> None:
+        try:
+            while self.ready_bytes < self.size_bytes and not self._closing.is_set():
+                on_grown(self.grow())
+        except ArenaError as error:
+            log.error("the arena stays smaller", ready_bytes=self.ready_bytes, reason=str(error))
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARMING_NICENESS)
         at = 0
-        while at < self.size_bytes and not self._closing.is_set():
+        while at < self.ready_bytes and not self._closing.is_set():
             end = min(at + _STEP_BYTES, self.ready_bytes)
-            if end == at:
-                self._closing.wait(0.05)  # grow is behind
-                continue
             with self._view[at:end] as part:
                 if not _native.touch(part):
                     return

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 _MARK = b"kvgrpc arena v1\n"
@@ -45,20 +46,25 @@ def named_file(path: Path, size_bytes: int) -> int:
     refused and left alone.
     """
     fd = _locked(path)
+    taken = False
     try:
         _check_ours(fd, path)
+        taken = os.fstat(fd).st_size == 0  # made just now, most likely; nothing is lost with it
         space = os.fstatvfs(fd)
         room = space.f_bavail * space.f_frsize + os.fstat(fd).st_blocks * 512
         if room < size_bytes + _MARK_ROOM:
             raise ArenaError(f"the arena {path} needs {size_bytes} bytes; its file system has {room} bytes left")
+        taken = True
         os.ftruncate(fd, 0)
         os.ftruncate(fd, size_bytes + _MARK_ROOM)
         os.pwrite(fd, _MARK, size_bytes)
-    except OSError as error:
+    except (OSError, ArenaError) as error:
+        if taken:
+            with suppress(FileNotFoundError):
+                path.unlink()  # while the lock is held, as Arena.close does
         os.close(fd)
-        raise ArenaError(f"the arena {path} cannot be made: {error.strerror}") from error
-    except ArenaError:
-        os.close(fd)
+        if isinstance(error, OSError):
+            raise ArenaError(f"the arena {path} cannot be made: {error.strerror}") from error
         raise
     return fd
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from kvgrpc import api
@@ -25,7 +26,7 @@ from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 WAIT_MS_MOST = 60_000
 FENCE_CALLS_MOST = 1024
 RANKS_MOST = 1024
-READERS_MOST = RANKS_MOST * 128
+READERS_MOST = 4096
 GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
@@ -127,7 +128,7 @@ def _encode_blocks(blocks: Sequence[Sequence[int]]) -> list[pb.BlockIds]:
 
 def _decode_blocks(blocks: Sequence[pb.BlockIds]) -> tuple[Sequence[int], ...]:
     check_number(len(blocks), "blocks", 0, GROUPS_MOST)
-    return tuple(tuple(group.ids) for group in blocks)
+    return tuple(array("I", group.ids) for group in blocks)
 
 
 def encode_store_request(request: api.StoreRequest) -> pb.StoreRequest:

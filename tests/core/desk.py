@@ -176,3 +176,8 @@ class Refused:
 
 def refused(reason: Reason) -> Refused:
     return Refused(reason)
+
+
+def block_ids(piece: t.Piece) -> tuple[tuple[int, ...], ...]:
+    """The engine blocks of a piece, by group."""
+    return tuple(map(tuple, piece.block_ids))

@@ -259,8 +259,8 @@ def test_lower_tiers_are_asked_for_other_names_afterwards(forget: Forget):
         forget(e)
     assert len(names[0] | names[1] | names[2]) == 6
     digest = space_digest(e.space)
-    assert names[0] == {object_name(digest, 0, key, 0) for key in e.content("a", 2).keys}
-    assert names[2] == {object_name(digest, 2, key, 0) for key in e.content("a", 2).keys}
+    assert names[0] == {object_name(digest, 0, key, 0, "") for key in e.content("a", 2).keys}
+    assert names[2] == {object_name(digest, 2, key, 0, "") for key in e.content("a", 2).keys}
 
 
 def test_a_space_that_was_forgotten_meanwhile_does_not_find_what_was_cleared():

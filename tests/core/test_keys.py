@@ -22,7 +22,10 @@ def test_the_golden_values_of_the_protocol():
     keys = chunk_keys(digest, b"".join(token.to_bytes(4, "little") for token in range(32)), 16)
     assert keys[0].hex() == "f9f8970a046a800ddfc6fd38dc5572b5f0934a84be94a46833fe919304549d18"
     assert keys[1].hex() == "7d446f904bf52bf8cdbf06767adddc68a6682eaeda50e3eac759a3691d702720"
-    assert object_name(digest, 0, keys[0], 0) == "03c9d4d8811f5aa39ad47595d075c4d88b84a41d26caa341191cdd1b0a696433"
+    assert (
+        object_name(digest, 0, keys[0], 0, "1x2x2048")
+        == "1b74cd656a78158027f0d37f022fec50c28ecd2af471cc62e68ecc2f8ec6c4e2"
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_golden_values():
     base = space_base(IDENTITY, 16)
     plain = space_digest(SpaceRef(base))
     first, second = chunk_keys(plain, tokens(*range(32)), 16)
+    order, short = "1x2x2048", "8x2x2048"
     extreme = chunk_keys(plain, tokens(0, 2**31 - 1, 2**32 - 1, *[7] * 13), 16)[0]
     assert golden() == {
         "space_base": base.hex(),
@@ -43,8 +44,8 @@ def test_golden_values():
         "key of tokens 0..15, no lora, no salt": first.hex(),
         "key of tokens 16..31 after them": second.hex(),
         "key of tokens 0, 2147483647, 4294967295, then thirteen times 7": extreme.hex(),
-        "object of tokens 0..15, generation 0, KV rank 0": object_name(plain, 0, first, 0),
-        "object of tokens 0..15, generation 1, KV rank 3": object_name(plain, 1, first, 3),
+        "object of tokens 0..15, generation 0, KV rank 0, order `1x2x2048`": object_name(plain, 0, first, 0, order),
+        "object of tokens 0..15, generation 1, KV rank 3, order `8x2x2048`": object_name(plain, 1, first, 3, short),
     }
 
 

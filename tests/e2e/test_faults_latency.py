@@ -7,8 +7,11 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvgrpc import api
 from kvgrpc.client import LookupBounds, SchedulerClient, SchedulerOptions, WorkerClient
@@ -21,11 +24,12 @@ CHUNK = 256
 KV = Kv(layers=1, planes=1, heads=1, head_dim=1, itemsize=1)
 """A byte a token: it is the deciding that costs, not the copying."""
 MOST = 1 << 20
-REPEATS = {2048: 40, 32_768: 20, 131_072: 20, MOST: 7}
-CEILINGS_S = {2048: 0.005, 32_768: 0.02, 131_072: 0.06, MOST: 0.5}
-"""The report's (2 ms, none, 25 ms, 200 ms), times what a slow build machine needs. They are held against the quickest
-lookup, which is what a lookup costs when nobody else wants the processor."""
-BUSY = 10
+REPEATS = {2048: 40, 32_768: 20, 131_072: 30, MOST: 15}
+CEILINGS_S = {2048: 0.002, 32_768: 0.008, 131_072: 0.025, MOST: 0.2}
+"""The report's and one between them, for a core on which an empty call takes ``EMPTY_CALL_S``. They are held against
+the quickest lookup, which is what a lookup costs when nobody else wants the processor."""
+EMPTY_CALL_S = 0.0004
+BUSY = 3
 """How much longer half of the lookups may take on a machine with other work."""
 ENGINE_ID = "engine-with-long-prompts"
 IDENTITY = SpaceIdentity("model", "", "uint8", 1, api.OWN_HASH_ALGORITHM, "token-major:1:1:1")
@@ -36,6 +40,8 @@ class Prompts:
     """A scheduler, and two prompts of the longest length: one resident, one unknown."""
 
     scheduler: SchedulerClient
+    slowness: float
+    """Of this machine: at least 1."""
     hit: bytes
     miss: bytes
     asked: int = field(default=0)
@@ -43,6 +49,18 @@ class Prompts:
     def next_name(self) -> str:
         self.asked += 1
         return f"request-{self.asked}"
+
+
+def empty_call_s(address: str) -> float:
+    """The quickest of 200 health checks."""
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        times = list[float]()
+        for _ in range(200):
+            started = time.perf_counter()
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            times.append(time.perf_counter() - started)
+    return min(times)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,7 @@ def prompts() -> Iterator[Prompts]:
             assert scheduler.start(20)
             stored = worker.store(api.Tokens(hit), [range(MOST // CHUNK)]).result(60)
             assert outcomes(stored) == ["STORED"] * (MOST // CHUNK)
-            yield Prompts(scheduler, hit, miss)
+            yield Prompts(scheduler, max(empty_call_s(server.address) / EMPTY_CALL_S, 1), hit, miss)
         finally:
             scheduler.close()
             worker.close(timeout_s=5)
@@ -83,18 +101,31 @@ def measure(prompts: Prompts, tokens: api.Tokens, expected: int) -> tuple[list[f
     return first, again
 
 
-@pytest.mark.parametrize("kind", ["miss", "hit"])
-def test_lookups_of_long_prompts(prompts: Prompts, kind: str) -> None:
-    """The ceilings hold, cost grows linearly, and a repeat costs at most a fifth of the first."""
+def broken_promises(prompts: Prompts, kind: str) -> list[str]:
+    """Ceilings hold, cost grows linearly, and a repeat costs at most a fifth of the first."""
     best: dict[int, float] = {}
+    broken: list[str] = []
     for count in REPEATS:
         tokens = api.Tokens(getattr(prompts, kind)[: count * 4])
         first, again = measure(prompts, tokens, count if kind == "hit" else 0)
         best[count] = min(first)
-        assert best[count] < CEILINGS_S[count], (count, first)
-        assert statistics.median(first) < BUSY * CEILINGS_S[count], (count, first)
-        assert statistics.median(again) <= best[count] / 5
-    assert best[MOST] < 4 * 8 * best[131_072]  # a quadratic cost would be 64 times as much
+        ceiling_s = CEILINGS_S[count] * prompts.slowness
+        if best[count] >= ceiling_s or statistics.median(first) >= BUSY * ceiling_s:
+            broken.append(f"{count} tokens: {first}")
+        if statistics.median(again) > best[count] / 5:
+            broken.append(f"{count} tokens again: {again}, first {best[count]}")
+    if best[MOST] >= 2 * 8 * best[131_072]:  # a quadratic cost would be 64 times as much
+        broken.append(f"not linear: {best}")
+    return broken
+
+
+@pytest.mark.parametrize("kind", ["miss", "hit"])
+def test_lookups_of_long_prompts(prompts: Prompts, kind: str) -> None:
+    """In one of three rounds: other work on the machine may spoil some of them."""
+    rounds: list[list[str]] = []
+    while not rounds or (rounds[-1] and len(rounds) < 3):
+        rounds.append(broken_promises(prompts, kind))
+    assert rounds[-1] == [], rounds
 
 
 def test_waiting_requests_cost_a_scheduling_step_nothing(prompts: Prompts) -> None:

@@ -36,7 +36,7 @@ GOLDEN = {
     "first": "f9f8970a046a800ddfc6fd38dc5572b5f0934a84be94a46833fe919304549d18",
     "second": "7d446f904bf52bf8cdbf06767adddc68a6682eaeda50e3eac759a3691d702720",
     "extreme": "7b6306a52969b30864e1f1bf6bd3d16db5598c23128d66e007686539e81dbbc1",
-    "object": "03c9d4d8811f5aa39ad47595d075c4d88b84a41d26caa341191cdd1b0a696433",
+    "object": "1b74cd656a78158027f0d37f022fec50c28ecd2af471cc62e68ecc2f8ec6c4e2",
 }
 """For model llama, revision r1, bfloat16, one KV rank, chunks of 16 tokens; as in docs/protocol.md."""
 
@@ -56,7 +56,7 @@ print(json.dumps({
     "first": first.hex(),
     "second": second.hex(),
     "extreme": chunk_keys(plain, struct.pack("<16I", 0, 2**31 - 1, 2**32 - 1, *[7] * 13), 16)[0].hex(),
-    "object": object_name(plain, 0, first, 0),
+    "object": object_name(plain, 0, first, 0, "1x2x2048"),
 }))
 """
 

@@ -193,7 +193,7 @@ class Bench:
     def report(self, slice_id: int, report: SliceReport) -> None:
         order = self.oracle.slices[slice_id]
         block_bytes = self.engine_of(order.client_id).block_size * TOKEN_BYTES
-        self.oracle.reported(order, report, [piece_bytes(piece, block_bytes) for piece in order.pieces])
+        self.oracle.reported(order, report, [piece_bytes(piece, block_bytes) for piece in order.pieces], OBJECT_BYTES)
         self.ask(lambda now: self.book.slice_done(now, slice_id, report))
 
     def name_of(self, name: str) -> ObjectOf:

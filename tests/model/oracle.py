@@ -212,15 +212,16 @@ class Oracle:
             if call.results is None and call is not writer and call.place is writer.place:
                 call.written_by_others |= {c for c in call.keys if call.object(c) in names}
 
-    def reported(self, order: RunSlice, report: SliceReport, sizes: list[int]) -> None:
-        """A slice has ended; ``sizes`` are the bytes of its pieces. Call it before the core is told."""
+    def reported(self, order: RunSlice, report: SliceReport, sizes: list[int], object_bytes: int) -> None:
+        """A slice has ended; ``sizes`` are the bytes of its pieces. Call it before the core is told. A chunk is done
+        with the slice that ends its object: the core cannot know that a part range has no bytes in the last ones."""
         del self.slices[order.slice_id]
         call = self.calls[(order.client_id, order.call_id)]
         if report.completed < len(order.pieces):
             call.broken[order.pieces[report.completed].chunk] = report.torn
         for piece, size in list(zip(order.pieces, sizes, strict=True))[: report.completed]:
             call.moved[piece.chunk] = call.moved.get(piece.chunk, 0) + size
-            if call.moved[piece.chunk] < call.parts[piece.chunk]:
+            if call.moved[piece.chunk] < call.parts[piece.chunk] or piece.span[1] < object_bytes:
                 continue
             if call.job is not None:
                 call.job.pins.discard((piece.chunk, call.reader))

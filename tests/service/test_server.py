@@ -144,9 +144,7 @@ async def main():
     cache = FakeCache()
     cache.hold.update(sys.argv[2:])
     server = Server(ServerOptions(socket=Path(sys.argv[1]), drain_s=20), cache.client, cache)
-    await server.start()
-    print("ready", flush=True)
-    await run(server)
+    await run(server, lambda: print("ready", flush=True))
     print("ended", flush=True)
 
 asyncio.run(main())

@@ -81,8 +81,7 @@ def no_read_pin(stack: ExitStack) -> None:
 
     def unpinned(self: RetrievePlan) -> list[Chunk]:
         chunks = pin_resident(self)
-        for chunk in chunks:
-            self._desk.index.unpin(chunk)
+        self._desk.index.unpin(chunks)
         return chunks
 
     def end(self: RetrievePlan, now: int) -> None:

@@ -12,9 +12,9 @@ from tests.sim.memory import Cell
 from tests.sim.truth import Space
 
 
-def object_name(space: bytes, generation: int, key: bytes, kv_rank: int) -> str:
+def object_name(space: bytes, generation: int, key: bytes, kv_rank: int, order: str = "") -> str:
     """The documented name of an object, made independently of the core."""
-    fields = (b"kvgrpc.object.v1", space, str(generation).encode(), key, str(kv_rank).encode())
+    fields = (b"kvgrpc.object.v1", space, str(generation).encode(), key, str(kv_rank).encode(), order.encode())
     return hashlib.sha256(b"".join(len(f).to_bytes(4, "little") + f for f in fields)).hexdigest()
 
 

@@ -107,20 +107,20 @@ def test_warming_takes_all_pages_and_changes_no_byte(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_native, "touch", lambda part: touched.append(len(part)) or touch(part))
     arena = Arena(4 << 20, first_bytes=1 << 20)
     arena.view(100, 3)[:] = b"abc"
-    arena.warm()
-    while arena.ready_bytes < arena.size_bytes:
-        arena.grow()
+    grown: list[int] = []
+    arena.fill(grown.append)
     deadline = time.monotonic() + 20
     while sum(touched) < arena.size_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sum(touched) == arena.size_bytes
     assert bytes(arena.view(99, 5)) == b"\0abc\0"
+    assert grown == [2 << 20, 3 << 20, 4 << 20]
     arena.close()
 
 
 def test_close_does_not_wait_for_warming_to_end() -> None:
     arena = Arena(64 << 20)
-    arena.warm()
+    arena.fill()
     arena.close()
     assert "kvgrpc-arena" not in {thread.name for thread in threading.enumerate()}
 

@@ -83,12 +83,21 @@ def test_lookup(content: api.Content, policy: Policy) -> None:
 @pytest.mark.parametrize("tokens_range", [None, TokenRange(16, 64)])
 def test_store(tokens_range: TokenRange | None) -> None:
     content = api.Hashes((b"h" * 16,), 70, first_chunk=3)
-    request = api.StoreRequest(ENGINE, 2**64 - 1, SPACE, content, ((3, 1, 3), ()), tokens_range, b"e" * 64, POLICY)
+    request = api.StoreRequest(
+        ENGINE,
+        2**64 - 1,
+        SPACE,
+        content,
+        (array.array("I", (3, 1, 3)), array.array("I")),
+        tokens_range,
+        b"e" * 64,
+        POLICY,
+    )
     assert cache.decode_store_request(over_the_wire(cache.encode_store_request(request))) == request
 
 
 def test_retrieve_free_end_fence() -> None:
-    retrieve = api.RetrieveRequest(ENGINE, 9, b"j" * 16, TokenRange(16, 64), ((3, 1, 3),))
+    retrieve = api.RetrieveRequest(ENGINE, 9, b"j" * 16, TokenRange(16, 64), (array.array("I", (3, 1, 3)),))
     assert cache.decode_retrieve_request(over_the_wire(cache.encode_retrieve_request(retrieve))) == retrieve
     for free in (
         api.FreeRequest(ENGINE, b"j" * 16, 4),

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No room: in /dev/shm, in a file system for the arena, in a control group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.engine import PER_CHUNK
+from tests.hostile.room import can_mount, memory_group
+from tests.hostile.stand import refusal_of, stand
+from tests.kvdata import Kv
+
+CHUNKS = 8
+BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
+STORED = [("STORED", "")] * CHUNKS
+MIB = 1 << 20
+LARGE = Kv(layers=8, planes=2, heads=8, head_dim=16)
+"""64 KiB a chunk."""
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs CAP_SYS_ADMIN")
+
+
+@needs_mounts
+def test_shared_memory_is_full() -> None:
+    """An engine whose memory has no pages yet finds the file system full: its copies fail by name, in both directions.
+    Another engine, and what the arena (in the same file system) holds, stay right; with room again all is well."""
+    flags = ("--l1-size", "16MiB", "--arena-path", "/dev/shm/arena")
+    with stand(*flags, room=("shm=32m",)) as server:
+        facts = {"mounts_of": server.served.process.pid}
+        engine, other, witness = (server.engine(**facts) for _ in range(3))
+        witness.do("store", "kept", 1, CHUNKS, BLOCKS)
+        assert witness.do("ended", "kept") == STORED
+        other.tell("traffic", 1_000_000)
+        engine.do("punch")
+        assert witness.do("take_room") > 8 * MIB
+        for prompt in range(10, 40):
+            engine.do("retrieve", "load", 1, CHUNKS, BLOCKS)
+            (outcome, reason), *others = engine.do("ended", "load")
+            assert (outcome in ("TORN", "FAILED"), reason) == (True, "MEMORY_IO")
+            assert others == [("FAILED", "AFTER_FAILURE")] * (CHUNKS - 1)
+            engine.do("store_as_it_is", "store", prompt, CHUNKS, BLOCKS)
+            (outcome, reason), *others = engine.do("ended", "store")
+            assert (outcome in ("TORN", "FAILED"), reason) == (True, "MEMORY_IO")
+            assert witness.do("hits", prompt, CHUNKS) == 0
+            assert witness.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
+        witness.do("give_room")
+        engine.do("store", "store", 30, CHUNKS, BLOCKS)
+        assert engine.do("ended", "store") == STORED
+        assert engine.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
+        rounds, longest_s = other.stop_traffic()
+        assert rounds > 10 and longest_s < 2
+        assert witness.do("load", 30, CHUNKS, BLOCKS) == CHUNKS
+        server.assert_well()
+
+
+@needs_mounts
+def test_the_arenas_file_system_is_full(tmp_path: Path) -> None:
+    """Refused at start with what is needed and what is there; other files stay, and none is left behind."""
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f"""
+        mount -t tmpfs -o size=16m tmpfs {small} && echo precious > {small}/precious && "$@"; code=$?
+        ls {small} >&2; cat {small}/precious >&2; exit $code
+    """
+    prefix = ("unshare", "-m", "sh", "-c", script, "sh")
+    said = refusal_of("--l1-size", "64MiB", "--arena-path", f"{small}/arena", folder=tmp_path, prefix=prefix)
+    assert f"the arena {small}/arena needs {64 * MIB} bytes; its file system has" in said
+    assert said.endswith("precious\nprecious\n") and "arena\n" not in said
+
+
+def test_the_control_group_is_full(tmp_path: Path) -> None:
+    """An L1 beyond the group's limit is refused at start with both numbers."""
+    with memory_group(512 * MIB) as group:
+        if (
+            group is None
+        ):  # elsewhere tests/config/test_memory.py stands alone: it asks the same of groups made of files
+            return
+        join = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
+        said = refusal_of("--l1-size", "600MiB", folder=tmp_path, prefix=join)
+        assert "--l1-size: 600 MiB do not fit" in said
+        available = float(said.split(" MiB are available")[0].split()[-1])
+        assert 256 < available < 512
+
+
+def test_all_of_l1_under_a_limit() -> None:
+    """By default a server takes half of what its group leaves; it lives while that is written again and again."""
+    with memory_group(400 * MIB) as group:
+        room = (f"cgroup={group}",) if group is not None else ()
+        with stand("--slice-size", "8MiB", room=room, l1="190MiB" if group is None else "") as server:
+            total = server.operator.get_status().arena.total_bytes
+            assert 100 * MIB < total < 200 * MIB
+            engine = server.engine(model="large", kv=LARGE, tinted=True, num_blocks=2048)
+            for prompt in range(3 * total // (8 * MIB)):
+                engine.do("store", "s", prompt, 128, list(range(0, 1024, 2)))
+                assert engine.do("ended", "s") == [("STORED", "")] * 128
+                assert engine.do("load", prompt, 128, list(range(1, 1024, 2))) == 128
+            assert server.operator.get_status().counters["evicted_chunks"] > 0
+            server.assert_well()
