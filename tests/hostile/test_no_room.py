@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.config.memory import available_memory, choose_l1_size
+from kvgrpc.config.settings import SettingsError
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.room import can_mount, memory_group
 from tests.hostile.stand import refusal_of, stand
@@ -73,9 +75,12 @@ def test_the_arenas_file_system_is_full(tmp_path: Path) -> None:
 def test_the_control_group_is_full(tmp_path: Path) -> None:
     """An L1 beyond the group's limit is refused at start with both numbers."""
     with memory_group(512 * MIB) as group:
-        if (
-            group is None
-        ):  # elsewhere tests/config/test_memory.py stands alone: it asks the same of groups made of files
+        if group is None:  # this user may make no group: one of files, and the sizing alone
+            (tmp_path / "cgroup").write_text("0::/\n")
+            (tmp_path / "memory.max").write_text(f"{512 * MIB}\n")
+            (tmp_path / "memory.current").write_text(f"{100 * MIB}\n")
+            with pytest.raises(SettingsError, match=r"--l1-size: 600 MiB do not fit, 412 MiB are available"):
+                choose_l1_size(600 * MIB, available_memory(tmp_path, tmp_path / "cgroup"), 4096)
             return
         join = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         said = refusal_of("--l1-size", "600MiB", folder=tmp_path, prefix=join)
