@@ -11,8 +11,8 @@ from kvgrpc.config.memory import available_memory, choose_l1_size
 from kvgrpc.config.settings import SettingsError
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.room import can_mount, memory_group
-from tests.hostile.stand import refusal_of, stand
-from tests.kvdata import Kv
+from tests.hostile.stand import refusal_of, stand, until
+from tests.kvdata import MHA, Kv
 
 CHUNKS = 8
 BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
@@ -102,4 +102,41 @@ def test_all_of_l1_under_a_limit() -> None:
                 assert engine.do("ended", "s") == [("STORED", "")] * 128
                 assert engine.do("load", prompt, 128, list(range(1, 1024, 2))) == 128
             assert server.operator.get_status().counters["evicted_chunks"] > 0
+            server.assert_well()
+
+
+def test_memory_without_pages_beyond_the_limit() -> None:
+    """Pages that an engine never wrote would be the server's: more of them than there is room for are refused, instead
+    of the kernel ending the server later. Less of them, or the same memory once it is written, is taken."""
+    with memory_group(300 * MIB) as group:
+        room = (f"cgroup={group}",) if group is not None else ()
+        tensor_bytes, facts = MHA.token_bytes // 3 * 1024, {"model": "large", "kv": LARGE, "tinted": True}
+        claim = (500 * MIB if group is not None else available_memory()) // tensor_bytes + 1
+        with stand(room=room) as server:
+            good = server.engine()
+            good.do("store", "kept", 1, CHUNKS, BLOCKS)
+            assert good.do("ended", "kept") == STORED
+            before = server.counts()
+            hollow = server.stranger(claim=claim)
+            hollow.do("truncate", (claim + 3) * tensor_bytes)
+            assert not hollow.do("start", 0.05)
+            until(lambda: hollow.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
+            reason, sentence = hollow.do("problem")
+            assert (reason, "have no pages yet" in sentence) == ("MEMORY", True), sentence
+            assert server.memory_of(hollow) == 0
+            hollow.kill()
+            small = server.stranger(num_blocks=2048, **facts)
+            small.do("punch")
+            assert small.do("start"), small.do("problem")
+            small.do("store", "s", 7, 128, list(range(0, 1024, 2)))
+            assert small.do("ended", "s") == [("STORED", "")] * 128
+            assert small.do("load", 7, 128, list(range(1, 1024, 2))) == 128
+            if group is not None:
+                whole = server.engine(num_blocks=25_600, **facts)
+                for first in range(0, 25_000, 2048):
+                    assert whole.do("load", 7, 128, list(range(first, first + 512))) == 128
+                whole.kill()
+            small.kill()
+            until(lambda: server.counts() == before)
+            assert good.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
             server.assert_well()
