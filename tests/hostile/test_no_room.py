@@ -97,7 +97,7 @@ def test_all_of_l1_under_a_limit() -> None:
             total = server.operator.get_status().arena.total_bytes
             assert 100 * MIB < total < 200 * MIB
             engine = server.engine(model="large", kv=LARGE, tinted=True, num_blocks=2048)
-            for prompt in range(3 * total // (8 * MIB)):
+            for prompt in range(3 * total // (16 * MIB)):
                 engine.do("store", "s", prompt, 128, list(range(0, 1024, 2)))
                 assert engine.do("ended", "s") == [("STORED", "")] * 128
                 assert engine.do("load", prompt, 128, list(range(1, 1024, 2))) == 128
@@ -132,9 +132,11 @@ def test_memory_without_pages_beyond_the_limit() -> None:
             assert small.do("ended", "s") == [("STORED", "")] * 128
             assert small.do("load", 7, 128, list(range(1, 1024, 2))) == 128
             if group is not None:
-                whole = server.engine(num_blocks=25_600, **facts)
-                for first in range(0, 25_000, 2048):
-                    assert whole.do("load", 7, 128, list(range(first, first + 512))) == 128
+                whole = server.engine(num_blocks=12_800, **facts)
+                for first in range(0, 12_800, 512):
+                    whole.do("retrieve", "all", 7, 128, list(range(first, first + 512)))
+                    assert whole.do("ended", "all") == [("LOADED", "")] * 128
+                assert whole.do("wrong", 7, list(range(512))) == []
                 whole.kill()
             small.kill()
             until(lambda: server.counts() == before)
