@@ -21,6 +21,7 @@ from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import MEMORY_IO, MEMORY_TRUNCATED
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.layout import check_layout, digest
+from kvgrpc.transfer.room import PageDebt
 
 MAX_NAME_BYTES = 255
 POPULATE_S = 1.0
@@ -52,6 +53,7 @@ class SharedMemoryMover:
         self._shm_root = shm_root
         self._gates = gates
         self._mappings: dict[int, _native.Mapping] = {}
+        self._debt = PageDebt(arena)
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -75,7 +77,12 @@ class SharedMemoryMover:
                     opened[memory.name] = self._open(root, memory.name, f"{where}.shared.name")
                     files.callback(os.close, opened[memory.name])
                 _check_size(opened[memory.name], memory, f"{where}.shared.size_bytes")
-            mapping = _mapped(layout, self._chunk_tokens, opened)
+            self._debt.take(mapping_id, {fd: size for fd, (_, size) in _windows(layout, opened).items()})
+            try:
+                mapping = _mapped(layout, self._chunk_tokens, opened)
+            except Refusal:
+                self._debt.drop(mapping_id)
+                raise
             found = {name: os.fstat(fd) for name, fd in opened.items()}
         mapping.populate(POPULATE_S)
         self._mappings[mapping_id] = mapping
@@ -90,6 +97,7 @@ class SharedMemoryMover:
 
     def unmap(self, mapping_id: int) -> None:
         mapping = self._mappings.pop(mapping_id, None)
+        self._debt.drop(mapping_id)
         if mapping is not None:
             mapping.close()
 
@@ -156,13 +164,22 @@ def _check_size(fd: int, memory: SharedMemory, where: str) -> None:
         raise Refusal(Reason.MEMORY, sentence, field=where)
 
 
+def _windows(layout: Layout, opened: dict[str, int]) -> dict[int, tuple[int, int]]:
+    """(first byte, bytes) that the layout uses of each object, by descriptor, in the order of opening."""
+    pieces = [memory for memory in layout.memory if isinstance(memory, SharedMemory)]
+    windows: dict[int, tuple[int, int]] = {}
+    for name, fd in opened.items():
+        mine = [memory for memory in pieces if memory.name == name]
+        begin = min(memory.offset_bytes for memory in mine)
+        windows[fd] = (begin, max(memory.offset_bytes + memory.size_bytes for memory in mine) - begin)
+    return windows
+
+
 def _mapped(layout: Layout, chunk_tokens: int, opened: dict[str, int]) -> _native.Mapping:
     """Maps of each object what the layout uses."""
     pieces = [memory for memory in layout.memory if isinstance(memory, SharedMemory)]
     numbers = {name: number for number, name in enumerate(opened)}
-    begins = [min(memory.offset_bytes for memory in pieces if memory.name == name) for name in opened]
-    ends = [max(memory.offset_bytes + memory.size_bytes for memory in pieces if memory.name == name) for name in opened]
-    files = [(fd, begin, end - begin) for fd, begin, end in zip(opened.values(), begins, ends, strict=True)]
+    files = [(fd, begin, size) for fd, (begin, size) in _windows(layout, opened).items()]
     windows = [(numbers[memory.name], memory.offset_bytes, memory.size_bytes) for memory in pieces]
     groups = [
         (

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.config.memory import available_memory, choose_l1_size
+from kvgrpc.config.settings import SettingsError
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.room import can_mount, memory_group
-from tests.hostile.stand import refusal_of, stand
-from tests.kvdata import Kv
+from tests.hostile.stand import refusal_of, stand, until
+from tests.kvdata import MHA, Kv
 
 CHUNKS = 8
 BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
@@ -73,9 +75,12 @@ def test_the_arenas_file_system_is_full(tmp_path: Path) -> None:
 def test_the_control_group_is_full(tmp_path: Path) -> None:
     """An L1 beyond the group's limit is refused at start with both numbers."""
     with memory_group(512 * MIB) as group:
-        if (
-            group is None
-        ):  # elsewhere tests/config/test_memory.py stands alone: it asks the same of groups made of files
+        if group is None:  # this user may make no group: one of files, and the sizing alone
+            (tmp_path / "cgroup").write_text("0::/\n")
+            (tmp_path / "memory.max").write_text(f"{512 * MIB}\n")
+            (tmp_path / "memory.current").write_text(f"{100 * MIB}\n")
+            with pytest.raises(SettingsError, match=r"--l1-size: 600 MiB do not fit, 412 MiB are available"):
+                choose_l1_size(600 * MIB, available_memory(tmp_path, tmp_path / "cgroup"), 4096)
             return
         join = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         said = refusal_of("--l1-size", "600MiB", folder=tmp_path, prefix=join)
@@ -92,9 +97,48 @@ def test_all_of_l1_under_a_limit() -> None:
             total = server.operator.get_status().arena.total_bytes
             assert 100 * MIB < total < 200 * MIB
             engine = server.engine(model="large", kv=LARGE, tinted=True, num_blocks=2048)
-            for prompt in range(3 * total // (8 * MIB)):
+            for prompt in range(3 * total // (16 * MIB)):
                 engine.do("store", "s", prompt, 128, list(range(0, 1024, 2)))
                 assert engine.do("ended", "s") == [("STORED", "")] * 128
                 assert engine.do("load", prompt, 128, list(range(1, 1024, 2))) == 128
             assert server.operator.get_status().counters["evicted_chunks"] > 0
+            server.assert_well()
+
+
+def test_memory_without_pages_beyond_the_limit() -> None:
+    """Pages that an engine never wrote would be the server's: more of them than there is room for are refused, instead
+    of the kernel ending the server later. Less of them, or the same memory once it is written, is taken."""
+    with memory_group(300 * MIB) as group:
+        room = (f"cgroup={group}",) if group is not None else ()
+        tensor_bytes, facts = MHA.token_bytes // 3 * 1024, {"model": "large", "kv": LARGE, "tinted": True}
+        claim = (500 * MIB if group is not None else available_memory()) // tensor_bytes + 1
+        with stand(room=room) as server:
+            good = server.engine()
+            good.do("store", "kept", 1, CHUNKS, BLOCKS)
+            assert good.do("ended", "kept") == STORED
+            before = server.counts()
+            hollow = server.stranger(claim=claim)
+            hollow.do("truncate", (claim + 3) * tensor_bytes)
+            assert not hollow.do("start", 0.05)
+            until(lambda: hollow.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
+            reason, sentence = hollow.do("problem")
+            assert (reason, "have no pages yet" in sentence) == ("MEMORY", True), sentence
+            assert server.memory_of(hollow) == 0
+            hollow.kill()
+            small = server.stranger(num_blocks=2048, **facts)
+            small.do("punch")
+            assert small.do("start"), small.do("problem")
+            small.do("store", "s", 7, 128, list(range(0, 1024, 2)))
+            assert small.do("ended", "s") == [("STORED", "")] * 128
+            assert small.do("load", 7, 128, list(range(1, 1024, 2))) == 128
+            if group is not None:
+                whole = server.engine(num_blocks=12_800, **facts)
+                for first in range(0, 12_800, 512):
+                    whole.do("retrieve", "all", 7, 128, list(range(first, first + 512)))
+                    assert whole.do("ended", "all") == [("LOADED", "")] * 128
+                assert whole.do("wrong", 7, list(range(512))) == []
+                whole.kill()
+            small.kill()
+            until(lambda: server.counts() == before)
+            assert good.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
             server.assert_well()

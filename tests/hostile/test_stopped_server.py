@@ -23,11 +23,12 @@ from kvgrpc import api
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Role, SpaceRef, TokenRange
+from kvgrpc.core.types import Role, SpaceIdentity, SpaceRef, TokenRange
 from tests.e2e.harness import tokens_of
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.process import EngineProcess
 from tests.hostile.stand import Stand, stand, until
+from tests.kvdata import LAYERS_OUTERMOST, MHA, Image
 from tests.served import stop
 
 DEADLINE_S = 0.5
@@ -38,6 +39,7 @@ CALLS = 16
 CHUNKS = 4
 KEPT = 1_000_000
 """A prompt that is there all the time."""
+IDENTITY = SpaceIdentity("model", "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, "")
 ALL = [*range(CALLS * CHUNKS * PER_CHUNK)]
 STORED = [("STORED", "")] * CHUNKS
 
@@ -61,6 +63,9 @@ async def test_every_call_ends_at_its_deadline() -> None:
             server.served.process.send_signal(signal.SIGSTOP)
             late = {
                 "handshake": client.handshake(api.Hello()),
+                "register": client.register(
+                    api.RegisterRequest(engine_id, IDENTITY, 0, 0, 1, 1, Image(MHA, LAYERS_OUTERMOST, 4, 8).layout("x"))
+                ),
                 "unregister": client.unregister(engine_id),
                 "lookup": client.lookup(api.LookupRequest(engine_id, "r", space, tokens)),
                 "query": client.query(engine_id, bytes(16)),

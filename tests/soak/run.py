@@ -12,7 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvgrpc import api
+from kvgrpc.bench.results import commit
 from kvgrpc.client import Client
+from tests.hostile.stand import HARMLESS, complaints
 from tests.served import Served, serving
 from tests.soak.engine import Place
 from tests.soak.process import CONTEXT, EngineProcess
@@ -38,13 +40,18 @@ class Soaked:
 
     seconds: float
     seed: int
+    commit: str
+    """Of the code that ran, as it was at the start."""
     tally: dict[str, int]
     accidents: dict[str, int]
     counters: dict[str, int]
     left: dict[str, int]
     watch: Watch
     complaints: list[str]
-    slowest_status_s: float
+    unawaited: int
+    """Answers that came when their clients had just given up, by gRPC's log."""
+    status_s: list[float]
+    """Seconds that each GetStatus took."""
 
 
 class SoakError(AssertionError):
@@ -56,6 +63,7 @@ class Soak:
 
     def __init__(self, served: Served, operator: Client, seconds: float, seed: int) -> None:
         self._served, self._operator, self._seconds, self._seed = served, operator, seconds, seed
+        self._commit = commit()
         self._chance = random.Random(seed)
         numbers = CONTEXT.RawArray("Q", Tally.size(ENGINES))
         self._tally = Tally(numbers)
@@ -66,7 +74,7 @@ class Soak:
         """Rows that stand still: until when, and whether they are killed then."""
         self._steps = [(0, time.monotonic())] * ENGINES
         self._watch = Watch(served.process.pid)
-        self._slowest_status_s = 0.0
+        self._status_s: list[float] = []
 
     def run(self) -> Soaked:
         try:
@@ -77,20 +85,19 @@ class Soak:
         finally:
             for engine in self._engines:
                 engine.kill()
-        complaints = [
-            line for line in self._served.log.splitlines() if '"level": "error"' in line or "Traceback" in line
-        ]
         counters = self._operator.get_status().counters
         return Soaked(
             self._watch.times[-1],
             self._seed,
+            self._commit,
             self._tally.total(),
             dict(self._accidents),
             counters,
             left,
             self._watch,
-            complaints,
-            self._slowest_status_s,
+            complaints(self._served.log),
+            self._served.log.count(HARMLESS),
+            self._status_s,
         )
 
     def _new(self, row: int) -> EngineProcess:
@@ -133,7 +140,7 @@ class Soak:
         self._watch.look()
         began = time.monotonic()
         arena = self._operator.get_status().arena
-        self._slowest_status_s = max(self._slowest_status_s, time.monotonic() - began)
+        self._status_s.append(time.monotonic() - began)
         states = (arena.free_bytes, arena.writing_bytes, arena.ready_bytes, arena.pinned_bytes)
         if sum(states) + arena.doomed_bytes + arena.settling_bytes != arena.total_bytes:
             raise SoakError(f"bytes are lost: {arena}")
@@ -156,7 +163,7 @@ class Soak:
         time_s = self._chance.random() * 3
         if row in self._stopped:
             return
-        self._accidents[kind] += 1
+        self._accidents[f"engines {kind}"] += 1
         match kind:
             case "killed":
                 self._replace(row)
@@ -185,8 +192,8 @@ class Soak:
 
     def _forget(self) -> None:
         model = self._chance.choice(MODELS).name
-        kind = self._chance.choice(("cleared all", "cleared a model", "cleared a tenant", "new generation"))
-        self._accidents[kind] += 1
+        kind = self._chance.choice(("cleared all", "cleared a model", "cleared a tenant", "began a generation"))
+        self._accidents[f"operator {kind}"] += 1
         match kind:
             case "cleared all":
                 self._operator.clear(api.ClearTarget(all=True))

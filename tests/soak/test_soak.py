@@ -23,5 +23,5 @@ def test_two_minutes() -> None:
     assert [figure.name for figure in found.figures if not figure.within(2.0)] == []
     for name in ("stored_chunks", "loaded_chunks", "torn_chunks", "expired_copies", "cancelled_copies", "canary_looks"):
         assert soaked.tally[name] > 50, soaked.tally
-    assert soaked.accidents["killed"] > 3, soaked.accidents
+    assert soaked.accidents["engines killed"] > 3, soaked.accidents
     assert soaked.tally["found_chunks"] > soaked.tally["asked_chunks"] / 10

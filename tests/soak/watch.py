@@ -32,6 +32,10 @@ class Watch:
         self.threads.append(int(status["Threads"]))
         self.files.append(len(os.listdir(folder / "fd")))
 
+    def own_at(self, share: float) -> int:
+        """Its own memory after this share of the time."""
+        return self.own_bytes[min(int(len(self.own_bytes) * share), len(self.own_bytes) - 1)]
+
     def growth_bytes(self) -> float:
         """Of its own memory from the first quarter to the end, by the straight line through the samples."""
         later = [at for at, time_s in enumerate(self.times) if time_s >= self.times[-1] / 4]
