@@ -14,7 +14,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench peer-env peer-bench
+.PHONY: help setup proto proto-check fmt lint test csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -97,6 +97,16 @@ wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from 
 demo: $(STAMP) ## the main job: a transformer's KV goes through the cache into another process
 	$(VENV)/bin/kvgrpc demo
 
+bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
+	$(VENV)/bin/kvgrpc bench $(if $(JSON),--json $(JSON))
+
+bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
+	@mkdir -p benchmarks/results
+	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+plots: $(STAMP) ## draw the newest committed figures into docs/
+	$(PY) -m benchmarks.plot
+
 peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
 
 $(PEER)/.installed: benchmarks/peer-constraints.txt
@@ -104,8 +114,5 @@ $(PEER)/.installed: benchmarks/peer-constraints.txt
 	$(PEER)/bin/python -m pip install --quiet --constraint $< lmcache torch
 	@touch $@
 
-peer-bench: $(STAMP) $(PEER)/.installed ## this service and the peer in turns, about 8 minutes; ARGS="--json benchmarks/results"
-	$(PY) -m benchmarks.peer_lmcache $(ARGS)
-
-bench: $(STAMP) ## microbenchmark: the core alone, and calls to a local server
-	$(PY) -m benchmarks.core_ops
+peer-bench: $(STAMP) $(PEER)/.installed ## measure this service and the peer in turns; JSON=FILE writes the figures too
+	$(PY) -m benchmarks.peer_lmcache $(if $(JSON),--json $(JSON))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import click
 
 from kvgrpc import __version__
+from kvgrpc.cli.bench import bench
 from kvgrpc.cli.demo.command import demo
 from kvgrpc.cli.serve import serve
 from kvgrpc.cli.status import status
@@ -20,3 +21,4 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(status)
 main.add_command(demo)
+main.add_command(bench)
