@@ -130,5 +130,5 @@ $(PEER)/.installed: benchmarks/peer-constraints.txt
 	$(PEER)/bin/python -m pip install --quiet --constraint $< lmcache torch
 	@touch $@
 
-peer-bench: $(STAMP) $(PEER)/.installed ## this service and the peer in turns, about 8 minutes; ARGS="--json benchmarks/results"
-	$(PY) -m benchmarks.peer_lmcache $(ARGS)
+peer-bench: $(STAMP) $(PEER)/.installed ## measure this service and the peer in turns; JSON=FILE writes the figures too
+	$(PY) -m benchmarks.peer_lmcache $(if $(JSON),--json $(JSON))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -30,9 +29,10 @@ from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from kvgrpc.bench.processes import BenchError, unwind_at_sigterm
 from kvgrpc.bench.results import Figure, Report, figure, versions
+from kvgrpc.cli.bench import as_table
 
 ROOT = Path(__file__).parent.parent
 PEER_BIN = ROOT / ".venv-peer" / "bin"
@@ -45,10 +45,6 @@ COPIES = 3
 """Calls in a turn."""
 OURS_MUST_BE_ZERO = ("copies/wrong bytes, kvgrpc", "copies/acknowledged, not found, kvgrpc")
 T = TypeVar("T")
-
-
-class PeerError(click.ClickException):
-    """A process of either side failed; the text says what it wrote last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +140,7 @@ class Client:
     def receive(self) -> dict[str, Any]:
         line = self._answers.readline()
         if not line:
-            raise PeerError(f"a client has ended. Its last words: {self._log.read_text()[-2000:]}")
+            raise BenchError(f"a client has ended. Its last words: {self._log.read_text()[-2000:]}")
         return json.loads(line)
 
 
@@ -324,17 +320,6 @@ def import_s(side: Side) -> float:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def table(figures: Sequence[Figure]) -> Table:
-    shown = Table(box=None, header_style="bold")
-    for column in ("figure", "median", "least", "most", "of", "goal", "met"):
-        shown.add_column(column, justify="right" if column in ("median", "least", "most") else "left", no_wrap=True)
-    for one in figures:
-        spread = ["" if value is None else f"{value:.4g}" for value in (one.low, one.high)]
-        met = {None: "", True: "yes", False: "NO"}[one.met]
-        shown.add_row(one.name, f"{one.value:.4g} {one.unit}", *spread, one.of, one.goal or "", met)
-    return shown
-
-
 @click.command(help=__doc__)
 @click.option("--repetitions", default=6, show_default=True, help="Turns of each side.")
 @click.option("--seconds", default=0.4, show_default=True, help="How long a turn of calls or lookups is.")
@@ -342,23 +327,25 @@ def table(figures: Sequence[Figure]) -> Table:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result: a file, or a folder.")
 def main(repetitions: int, seconds: float, parts: tuple[str, ...], json_path: Path | None) -> None:
     if not PEER_BIN.exists():
-        raise PeerError("the peer's environment is missing: make peer-env")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    console, began = Console(width=None if sys.stdout.isatty() else 160), time.monotonic()
+        raise click.ClickException("the peer's environment is missing: make peer-env")
+    unwind_at_sigterm()
+    console, began = Console(width=None if sys.stdout.isatty() else 120), time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - began:4.0f} s  {text}", markup=False, highlight=False)
+
     with tempfile.TemporaryDirectory(prefix="kvgrpc-peer-") as folder:
-
-        def say(text: str) -> None:
-            console.print(f"{time.monotonic() - began:4.0f} s  {text}", markup=False, highlight=False)
-
         bench = Bench(Path(folder), repetitions, seconds, say)
-        for part in parts or PARTS:
-            getattr(bench, part)()
-    console.print(table(bench.figures))
+        try:
+            for part in parts or PARTS:
+                getattr(bench, part)()
+        except BenchError as error:
+            raise click.ClickException(str(error)) from None
+    console.print(as_table(tuple(bench.figures)))
     if any(one.value for one in bench.figures if one.name in OURS_MUST_BE_ZERO):
-        raise PeerError("kvgrpc returned wrong bytes, or did not find what it had acknowledged")
+        raise click.ClickException("kvgrpc returned wrong bytes, or did not find what it had acknowledged")
     if json_path is not None:
-        report = Report("peer", tuple(bench.figures), versions=versions() | bench.versions)
-        console.print(f"written: {report.write(json_path)}")
+        say(f"written: {Report('peer', tuple(bench.figures), versions=versions() | bench.versions).write(json_path)}")
 
 
 if __name__ == "__main__":

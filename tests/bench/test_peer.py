@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks import peer_side
 from benchmarks.peer_clients import BLOCK, CHUNK, Ids, Shape
-from benchmarks.peer_lmcache import LENGTHS, Bench, Client, PeerError, ask, in_turns, running
+from benchmarks.peer_lmcache import LENGTHS, Bench, Client, ask, in_turns, running
 from benchmarks.peer_side import Work
+from kvgrpc.bench.processes import BenchError
 from kvgrpc.bench.results import Report, parse
 
 SHAPE = Shape(2, 1, 8, 1 + 2 * peer_side.COPIED_TOKENS // BLOCK)
@@ -140,7 +141,7 @@ def test_clients_work_at_the_same_time(tmp_path: Path) -> None:
 
 def test_a_client_that_ends_says_why(tmp_path: Path) -> None:
     with fake_client(tmp_path, "sys.exit('out of memory')") as process:
-        with pytest.raises(PeerError, match="out of memory"):
+        with pytest.raises(BenchError, match="out of memory"):
             ask([Client(process, tmp_path / "log")], "lookups", tokens=1)
 
 
