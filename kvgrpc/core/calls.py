@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from kvgrpc.core.sessions import Client
 
 REVOKED = "REVOKED"
-PASSING_CALLS, PASSING_BLOCKS = 8, 16384
-"""How many waiting Retrieves are tried at a turn, and how many blocks one may name and is compared with at a turn."""
+PASSING_CALLS, PASSING_BLOCKS, PASSED_BLOCKS = 8, 16384, 65536
+"""How many waiting Retrieves are tried at a turn; how many blocks such a one may name, and are compared at a turn; and
+how many a call may name that another goes before."""
 
 
 @dataclass(eq=False, slots=True)
@@ -190,29 +191,31 @@ def _next(client: Client) -> tuple[Call, Plan]:
     """The first call, or one of the first Retrieves that may go before the Stores in front of it."""
     call = client.queue[0]
     assert call.plan is not None
+    room = PASSING_BLOCKS
     if call.plan.direction is Direction.STORE:
         for retrieve in islice(client.retrieves, PASSING_CALLS):
-            if retrieve.plan is not None and _may_pass(client, retrieve, retrieve.plan):
-                return retrieve, retrieve.plan
+            if retrieve.plan is not None:
+                passes, room = _may_pass(client, retrieve, retrieve.plan, room)
+                if passes:
+                    return retrieve, retrieve.plan
     return call, call.plan
 
 
-def _may_pass(client: Client, retrieve: Call, plan: Plan) -> bool:
-    """Whether it touches no block of any call in front of it. What was found out is kept, so that in all its turns a
-    call is compared with each call in front of it once."""
+def _may_pass(client: Client, retrieve: Call, plan: Plan, room: int) -> tuple[bool, int]:
+    """Whether it touches no block of any call in front of it, and how many blocks may still be compared at this turn.
+    What was found out is kept, so that in all its turns a call is compared with each call in front of it once."""
     if plan.num_blocks > PASSING_BLOCKS or (retrieve.blocker is not None and retrieve.blocker.plan is not None):
-        return False
+        return False, room
     retrieve.blocker = None
-    room = PASSING_BLOCKS
     for call in client.queue:
         if call is retrieve:
-            return True
+            return True, room
         if call.number > retrieve.apart and call.plan is not None:
-            if room <= 0:
-                return False
+            if room <= 0 or call.plan.num_blocks > PASSED_BLOCKS:
+                return False, room
             room -= call.plan.num_blocks
             if plan.touches(call.plan):
                 retrieve.blocker = call
-                return False
+                return False, room
             retrieve.apart = call.number
-    return False
+    return False, room

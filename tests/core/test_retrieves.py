@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvgrpc.core import calls
 from kvgrpc.core import types as t
 from kvgrpc.core.errors import Reason
 from kvgrpc.core.types import SliceReport
@@ -109,6 +110,33 @@ def test_a_retrieve_waits_for_the_stores_before_it_that_share_a_block():
         ("retrieve", 31),
         ("retrieve", 34),
     ]
+
+
+def test_a_turn_compares_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch):
+    """A very large store is not passed; what one turn could not compare, the next one does."""
+    monkeypatch.setattr(calls, "PASSING_BLOCKS", 8)
+    monkeypatch.setattr(calls, "PASSED_BLOCKS", 12)
+    desk, e = held(slice_chunks=1)
+    e.store("a", 2, block=500)
+    desk.run_copies()
+    job = e.lookup("a", 2)
+    for number, chunks in enumerate((2, 2, 2, 4)):
+        e.store("bcde"[number], chunks, block=20 * number)
+    e.retrieve(job, block=200)
+    order = []
+    while desk.slices:
+        slice_ = desk.report()
+        order.append((slice_.direction.value, slice_.pieces[0].block_ids[0][0]))
+    assert order.index(("retrieve", 200)) == len(order) - 2, "the store of 16 blocks goes first"
+    job = e.lookup("a", 2)
+    for number in range(3):
+        e.store("fgh"[number], 2, block=20 * number)
+    e.retrieve(job, block=200)
+    order = []
+    while desk.slices:
+        slice_ = desk.report()
+        order.append(slice_.direction.value)
+    assert order[:3] == ["store", "store", "retrieve"], "8 blocks a turn: two more turns"
 
 
 def test_stores_keep_their_order_and_one_slice_is_in_flight_a_client():
