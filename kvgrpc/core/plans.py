@@ -21,6 +21,8 @@ from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import ChunkOutcome as Outcome
 
 AFTER_FAILURE = "AFTER_FAILURE"
+SLICE_PIECES = 1024
+"""Most pieces of a slice, however small: all of them are reserved, and ended, in one turn of the loop."""
 Known = tuple[Outcome, str]
 """What became of a chunk, and why."""
 STORED, RESIDENT, BEING_WRITTEN = (Outcome.STORED, ""), (Outcome.RESIDENT, ""), (Outcome.BEING_WRITTEN, "")
@@ -102,7 +104,7 @@ class Plan(ABC):
         """Pieces of the next slice; empty when nothing is left to copy."""
         room, size = self._desk.ledger.limits.slice_bytes, self._object_bytes
         pieces: list[t.Piece] = []
-        while room > 0:
+        while room > 0 and len(pieces) < SLICE_PIECES:
             if not self._offset:
                 if pieces and size > room:
                     break
