@@ -112,7 +112,7 @@ def test_memory_without_pages_beyond_the_limit() -> None:
         room = (f"cgroup={group}",) if group is not None else ()
         tensor_bytes, facts = MHA.token_bytes // 3 * 1024, {"model": "large", "kv": LARGE, "tinted": True}
         claim = (500 * MIB if group is not None else available_memory()) // tensor_bytes + 1
-        with stand(room=room) as server:
+        with stand("--slice-size", "8MiB", room=room) as server:
             good = server.engine()
             good.do("store", "kept", 1, CHUNKS, BLOCKS)
             assert good.do("ended", "kept") == STORED
@@ -123,7 +123,7 @@ def test_memory_without_pages_beyond_the_limit() -> None:
             until(lambda: hollow.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
             reason, sentence = hollow.do("problem")
             assert (reason, "have no pages yet" in sentence) == ("MEMORY", True), sentence
-            assert server.memory_of(hollow) == 0
+            until(lambda: server.memory_of(hollow) == 0, 1, "the end of an attempt to map it")
             hollow.kill()
             small = server.stranger(num_blocks=2048, **facts)
             small.do("punch")
