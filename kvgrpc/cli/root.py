@@ -3,22 +3,31 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
 from kvgrpc import __version__
-from kvgrpc.cli.bench import bench
-from kvgrpc.cli.demo.command import demo
-from kvgrpc.cli.serve import serve
-from kvgrpc.cli.status import status
+
+_COMMANDS = {
+    "serve": "kvgrpc.cli.serve",
+    "status": "kvgrpc.cli.status",
+    "demo": "kvgrpc.cli.demo.command",
+    "bench": "kvgrpc.cli.bench",
+}
+"""Where each command is; loaded when it is asked for, so that a server does not wait for what it never uses."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        place = _COMMANDS.get(cmd_name)
+        return None if place is None else getattr(import_module(place), cmd_name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="kvgrpc")
 def main() -> None:
     """Keeps the KV cache of LLM inference engines, so that a prefix computed once is not computed again."""
-
-
-main.add_command(serve)
-main.add_command(status)
-main.add_command(demo)
-main.add_command(bench)
