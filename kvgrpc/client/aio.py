@@ -18,6 +18,7 @@ from kvgrpc import api
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
 from kvgrpc.client.fork import add_connection, claim_process
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
@@ -237,10 +238,13 @@ class AioClient:
     ) -> Answer:
         timeout = self.options.call_s if timeout_s is None else timeout_s
         wait = True if wait_for_server else None
+        call = method(request, timeout=timeout, metadata=self._metadata, wait_for_ready=wait)
         try:
-            response = await method(request, timeout=timeout, metadata=self._metadata, wait_for_ready=wait)
+            response = await call
         except grpc.aio.AioRpcError as error:
             raise refusal_from_error(error) from None
+        except Exception as error:  # it may have been sent, so it must not look like a mistake that never was
+            raise Refusal(Reason.INTERNAL, f"the call failed in this client: {error!r}") from error
         return decode(response)
 
 

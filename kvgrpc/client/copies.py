@@ -136,7 +136,7 @@ class Copies:
         copy.begun = True
         try:
             copy.future.set_result(await self._results(copy))
-        except Exception as error:  # noqa: BLE001 - outermost: not sent, or answered, so that its blocks are free
+        except Exception as error:  # noqa: BLE001 - encoding or decoding: not sent, or answered; all else is a Refusal
             copy.future.set_exception(error)
 
     async def _results(self, copy: Copy) -> Results:
