@@ -6,6 +6,7 @@ Nothing here keeps a session: open ``attach`` first and hold it, or use Schedule
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -243,7 +244,8 @@ class AioClient:
             response = await call
         except grpc.aio.AioRpcError as error:
             raise refusal_from_error(error) from None
-        except Exception as error:  # it may have been sent, so it must not look like a mistake that never was
+        except (grpc.aio.BaseError, asyncio.InvalidStateError, RuntimeError) as error:
+            # it may have been sent, so it must not look like a mistake that never was
             raise Refusal(Reason.INTERNAL, f"the call failed in this client: {error!r}") from error
         return decode(response)
 

@@ -136,7 +136,7 @@ class Copies:
         copy.begun = True
         try:
             copy.future.set_result(await self._results(copy))
-        except Exception as error:  # noqa: BLE001 - encoding or decoding: not sent, or answered; all else is a Refusal
+        except Exception as error:  # noqa: BLE001 - outermost: encoding or decoding, so not sent or answered
             copy.future.set_exception(error)
 
     async def _results(self, copy: Copy) -> Results:

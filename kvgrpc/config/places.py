@@ -54,10 +54,15 @@ def claim_default_socket(environ: Mapping[str, str] = os.environ) -> Path:
     return path
 
 
+def named_socket(named: str | Path) -> Path:
+    """A path, or the address of one (unix:/path), which is what the server prints."""
+    return Path(str(named).removeprefix("unix:"))
+
+
 def asked_socket(environ: Mapping[str, str] = os.environ) -> Path:
     """Where a client asks that was given no address: KVGRPC_SOCKET, else the default. Raises UntrustedSocketError."""
     named = environ.get("KVGRPC_SOCKET", "")
-    return Path(named).absolute() if named else claim_default_socket(environ)
+    return named_socket(named).absolute() if named else claim_default_socket(environ)
 
 
 def check_place(path: Path) -> None:

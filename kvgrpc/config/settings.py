@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from kvgrpc.config.places import default_socket_path
+from kvgrpc.config.places import default_socket_path, named_socket
 from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_size, split_address, split_list
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
@@ -32,6 +32,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
+SocketPath = Annotated[Path, BeforeValidator(named_socket)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 _LIMITS = CoreLimits()
@@ -48,7 +49,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVGRPC_", frozen=True, extra="forbid", env_ignore_empty=True)
 
     # listeners
-    socket: Path | None = _doc(None, "Unix socket to listen on; default: a path of this user, printed at start")
+    socket: SocketPath | None = _doc(None, "Unix socket to listen on; default: a path of this user, printed at start")
     socket_mode: Mode = _doc(0o600, "file mode of the socket: who may connect")
     socket_group: str = _doc("", "group of the socket; needs a --socket-mode that lets it in")
     listen: Strings = _doc((), "also listen on this HOST:PORT (TCP); port 0 chooses one")
@@ -143,6 +144,13 @@ class Settings(BaseSettings):
                     f"--listen {address} is off the loopback and would serve without TLS; "
                     "listen on 127.0.0.1 or the Unix socket, or say --insecure if the network is trusted"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _group_gets_in(self) -> Settings:
+        if self.socket_group and self.socket_mode & 0o060 != 0o060:
+            text = f"mode {self.socket_mode:04o} keeps the group out; say --socket-mode 0660"
+            raise ValueError(f"--socket-group {self.socket_group}: {text}")
         return self
 
     def core_limits(self) -> CoreLimits:

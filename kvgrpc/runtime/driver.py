@@ -299,7 +299,8 @@ class Driver:
         else:
             report = done.result()
         self.book.slice_done(self.now(), work.slice_id, report)
-        self.pump()
+        if not self._closed:  # else the threads that would go on are ending
+            self.pump()
 
     def _unmapped(self, mapping_id: int, done: Future[None]) -> None:
         error = done.exception()

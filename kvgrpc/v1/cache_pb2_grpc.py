@@ -90,7 +90,8 @@ class KvCacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def QueryPrefetchStatus(self, request, context):
-        """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
+        """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes
+        (Limits.record_ms after the lookup, but some seconds after its last reader has read or it was freed: the server's --read-record-ms);
         after that, and for a job of another engine: NOT_FOUND, JOB_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -45,7 +45,8 @@ class KvCacheServiceStub:
     request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
     QueryPrefetchStatus: _grpc.UnaryUnaryMultiCallable[_cache_pb2.QueryPrefetchStatusRequest, _cache_pb2.QueryPrefetchStatusResponse]
-    """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
+    """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes
+    (Limits.record_ms after the lookup, but some seconds after its last reader has read or it was freed: the server's --read-record-ms);
     after that, and for a job of another engine: NOT_FOUND, JOB_UNKNOWN.
     """
     Store: _grpc.UnaryUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]
@@ -82,7 +83,8 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
     QueryPrefetchStatus: _aio.UnaryUnaryMultiCallable[_cache_pb2.QueryPrefetchStatusRequest, _cache_pb2.QueryPrefetchStatusResponse]  # type: ignore[assignment]
-    """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
+    """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes
+    (Limits.record_ms after the lookup, but some seconds after its last reader has read or it was freed: the server's --read-record-ms);
     after that, and for a job of another engine: NOT_FOUND, JOB_UNKNOWN.
     """
     Store: _aio.UnaryUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]  # type: ignore[assignment]
@@ -128,7 +130,8 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.QueryPrefetchStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.QueryPrefetchStatusResponse, _abc.Awaitable[_cache_pb2.QueryPrefetchStatusResponse]]:
-        """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes;
+        """Status of a lookup. Takes no worker and can be asked at any rate. DONE stays readable and unchanged until the record goes
+        (Limits.record_ms after the lookup, but some seconds after its last reader has read or it was freed: the server's --read-record-ms);
         after that, and for a job of another engine: NOT_FOUND, JOB_UNKNOWN.
         """
 

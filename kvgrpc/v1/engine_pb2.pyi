@@ -164,7 +164,9 @@ class Limits(_message.Message):
     lease_ms: _builtins.int
     """How long a lookup's pins last."""
     record_ms: _builtins.int
-    """How long a job's record lasts."""
+    """How long a job's record lasts, unless it ends earlier: with its request or engine, and some seconds after its last
+    reader has read or it was freed (the server's --read-record-ms, 5 s by default).
+    """
     reattach_grace_ms: _builtins.int
     """How long a broken Attach stream may stay broken."""
     pin_bytes: _builtins.int

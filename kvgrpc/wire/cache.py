@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from kvgrpc import api
+from kvgrpc.core.checks import READERS_MOST
 from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, ChunkResult, Ended, LookupAnswer, PrefetchStatus
 from kvgrpc.v1 import cache_pb2 as pb
 from kvgrpc.wire.content import (
@@ -26,7 +27,8 @@ from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 WAIT_MS_MOST = 60_000
 FENCE_CALLS_MOST = 1024
 RANKS_MOST = 1024
-READERS_MOST = 4096
+BLOCKS_MOST = 1 << 20
+"""Ids of one group: the loop reads them, 4 million of them for most of a second."""
 GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
@@ -128,6 +130,8 @@ def _encode_blocks(blocks: Sequence[Sequence[int]]) -> list[pb.BlockIds]:
 
 def _decode_blocks(blocks: Sequence[pb.BlockIds]) -> tuple[Sequence[int], ...]:
     check_number(len(blocks), "blocks", 0, GROUPS_MOST)
+    for group in blocks:
+        check_number(len(group.ids), "blocks.ids", 0, BLOCKS_MOST)
     return tuple(array("I", group.ids) for group in blocks)
 
 

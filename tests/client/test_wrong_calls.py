@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from kvgrpc import api
 from kvgrpc.client import AioClient, BreakerSettings, Client
 from kvgrpc.client.aio import cache as wire
+from kvgrpc.client.copies import IN_DOUBT
+from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, SpaceRef, TokenRange
 from tests.client.conftest import MakeScheduler, MakeWorker
 from tests.client.fakes import ENGINE, FakeServer, Knobs, wait_until
@@ -38,6 +42,19 @@ def test_the_blocking_client_says_so_too(server: FakeServer) -> None:
     server.start()
     with Client(server.address) as client, pytest.raises(TypeError, match="content is list"):
         client.lookup(api.LookupRequest(ENGINE, "r1", SPACE, [1, 2, 3]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, grpc.aio.UsageError, asyncio.InvalidStateError])
+async def test_what_fails_inside_grpc_is_in_doubt(server: FakeServer, error: type[Exception]) -> None:
+    """It may have been sent: whoever asked must not take it for a mistake that never was."""
+
+    async def fails() -> None:
+        raise error("as the test wants")
+
+    async with AioClient(server.address) as client:
+        with pytest.raises(Refusal) as refused:
+            await client._call(lambda *_, **__: fails(), None, lambda _: None)  # type: ignore[arg-type]
+    assert refused.value.reason in IN_DOUBT
 
 
 # ---- workers --------------------------------------------------------------------------------------------------------

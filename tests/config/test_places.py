@@ -18,6 +18,7 @@ from kvgrpc.config.places import (
     claim_default_socket,
     default_socket_path,
 )
+from kvgrpc.config.settings import SettingsError, load_settings
 
 STRANGER = 47_114
 
@@ -148,3 +149,14 @@ def test_a_socket_that_was_named_is_taken_as_it_is(temporary: Path, user: int, m
     monkeypatch.chdir(temporary)
     assert asked_socket({"KVGRPC_SOCKET": "s"}) == temporary / "s"
     assert asked_socket({"KVGRPC_SOCKET": ""}) == temporary / f"kvgrpc-{user}/kvgrpc.sock"
+
+
+def test_a_socket_may_be_named_by_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVGRPC_SOCKET", "unix:/run/kv.sock")
+    assert load_settings().socket_path() == asked_socket() == Path("/run/kv.sock")
+
+
+def test_a_group_that_the_mode_keeps_out_is_refused() -> None:
+    with pytest.raises(SettingsError, match="--socket-mode 0660"):
+        load_settings(socket_group="nogroup")
+    assert load_settings(socket_group="nogroup", socket_mode="0660").socket_group == "nogroup"

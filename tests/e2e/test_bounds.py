@@ -50,13 +50,21 @@ async def held_store(server: LocalServer, engine: Engine, blocks: Sequence[int] 
         await first
 
 
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*out, value))
+
+
 def raw_store(engine: Engine, call_id: int, surplus: int) -> bytes:
-    """A Store that names block 1 ``surplus`` times, as it comes over the wire."""
+    """A Store that names block 1 ``surplus`` times beyond its range, as it comes over the wire."""
     message = cache_pb2.StoreRequest(
         engine_id=engine.engine_id,
         call_id=call_id,
         space=common_pb2.SpaceRef(space_base=engine.space.space_base),
-        blocks=[cache_pb2.BlockIds(ids=array("I", [1]) * surplus)],
+        blocks=[cache_pb2.BlockIds(ids=array("I", BLOCKS) + array("I", [1]) * surplus)],
     )
     message.content.tokens.ids.extend(range(2 * CHUNK))
     return message.SerializeToString()
@@ -69,7 +77,7 @@ async def test_waiting_calls_keep_only_what_they_need(tmp_path: Path) -> None:
         async with held_store(server, engine):
             before, waiting = resident_bytes(), list[asyncio.Future[None]]()
             for number in range(40):
-                raw = raw_store(engine, 1000 + number, MIB)
+                raw = raw_store(engine, 1000 + number, MIB - len(BLOCKS))
                 sent = call(raw, metadata=engine.worker._metadata, timeout=60)  # pyright: ignore[reportPrivateUsage]
                 waiting.append(asyncio.ensure_future(quiet(sent)))
                 await until(lambda: server.book.counts().calls_in_flight == len(waiting) + 1, 60)
@@ -83,7 +91,9 @@ async def test_messages_of_waiting_calls_are_bounded_together(tmp_path: Path) ->
     async with local_server(tmp_path, message_bytes=16 * MIB) as server:
         engine = await server.engine()
         call = engine.worker._stubs().channel.unary_unary("/kvgrpc.v1.KvCacheService/Store")  # pyright: ignore[reportPrivateUsage]
-        raws = [raw_store(engine, 1000 + number, 15 * MIB) for number in range(9)]
+        filler = cache_pb2.StoreRequest()  # as of a newer client, whose fields this server does not know
+        filler.MergeFromString(bytes((0xF2, 0x07)) + varint(15 * MIB) + bytes(15 * MIB))
+        raws = [raw_store(engine, 1000 + number, 0) + filler.SerializeToString() for number in range(9)]
         async with held_store(server, engine):
             sent = [call(raw, metadata=engine.worker._metadata, timeout=60) for raw in raws]  # pyright: ignore[reportPrivateUsage]
             waiting = [asyncio.ensure_future(one) for one in sent]
@@ -96,6 +106,15 @@ async def test_messages_of_waiting_calls_are_bounded_together(tmp_path: Path) ->
             assert server.book.counts().calls_in_flight == 9, "the others wait"
         await asyncio.gather(*waiting, return_exceptions=True)
         await engine.store(tokens_of(2, CHUNK), BLOCKS[:4])
+
+
+async def test_more_block_ids_than_any_call_needs_are_refused(tmp_path: Path) -> None:
+    async with local_server(tmp_path, message_bytes=16 * MIB) as server:
+        engine = await server.engine()
+        with pytest.raises(Refusal) as refused:
+            await engine.store(tokens_of(1, CHUNK), [1] * (MIB + 1))
+        assert (refused.value.reason, refused.value.field) == (Reason.INVALID_FIELD, "blocks.ids")
+        await engine.store(tokens_of(1, CHUNK), BLOCKS)
 
 
 async def test_a_retrieve_finds_its_way_through_many_waiting_stores(tmp_path: Path) -> None:
