@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,28 +17,35 @@ from kvgrpc import api
 from kvgrpc.api import BlockForm
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Direction, SpaceRef
+from kvgrpc.transfer.gates import Gate
 from kvgrpc.v1 import cache_pb2
-from tests.e2e.harness import CHUNK, local_server, tokens_of, until
+from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, tokens_of, until
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, LAYERS_OUTERMOST, Arrangement
 
 BLOCKS = list(range(0, 16, 2))  # two chunks
 
 
+async def held_retrieve(server: LocalServer) -> tuple[Engine, Gate, asyncio.Future[Any]]:
+    """An engine, and its Retrieve that stands still in the middle of a copy until the gate is released."""
+    engine = await server.engine()
+    tokens = tokens_of(1, 2 * CHUNK)
+    await engine.store(tokens, BLOCKS)
+    hit = await engine.lookup(tokens)
+    gate = server.gates.hold(2, Direction.RETRIEVE)
+    running = asyncio.ensure_future(engine.retrieve(hit, BLOCKS))
+    await asyncio.to_thread(gate.wait_reached, 5)
+    return engine, gate, running
+
+
 async def test_second_unregister_waits_for_the_copy_too(tmp_path: Path) -> None:
     """Unregister times out while a Retrieve is in flight; its repeat must not say "unmapped" before the copy ended."""
     async with local_server(tmp_path) as server:
-        engine = await server.engine()
-        tokens = tokens_of(1, 2 * CHUNK)
-        await engine.store(tokens, BLOCKS)
-        hit = await engine.lookup(tokens)
-        gate = server.gates.hold(2, Direction.RETRIEVE)
-        running = asyncio.ensure_future(engine.retrieve(hit, BLOCKS))
-        await asyncio.to_thread(gate.wait_reached, 5)
+        engine, gate, running = await held_retrieve(server)
         with pytest.raises(Refusal) as refused:
             await engine.worker.unregister(engine.engine_id, timeout_s=0.3)
         assert refused.value.reason is Reason.DEADLINE
         again = asyncio.ensure_future(engine.worker.unregister(engine.engine_id, timeout_s=5))
-        await asyncio.sleep(0.5)
+        await asyncio.wait((again,), timeout=0.5)
         told = again.done() and again.exception() is None
         before = engine.image.memory.copy()
         gate.release()
@@ -50,18 +58,12 @@ async def test_second_unregister_waits_for_the_copy_too(tmp_path: Path) -> None:
 async def test_register_with_another_layout_waits_for_the_copy(tmp_path: Path) -> None:
     """'With another: replaces the old one after its running copies have ended.'"""
     async with local_server(tmp_path) as server:
-        engine = await server.engine()
-        tokens = tokens_of(1, 2 * CHUNK)
-        await engine.store(tokens, BLOCKS)
-        hit = await engine.lookup(tokens)
-        gate = server.gates.hold(2, Direction.RETRIEVE)
-        running = asyncio.ensure_future(engine.retrieve(hit, BLOCKS))
-        await asyncio.to_thread(gate.wait_reached, 5)
+        engine, gate, running = await held_retrieve(server)
         request = engine.registration()
         (group,) = request.layout.groups
         smaller = replace(request, layout=replace(request.layout, groups=(replace(group, num_blocks=100),)))
         again = asyncio.ensure_future(engine.worker.register(smaller))
-        await asyncio.sleep(0.5)
+        await asyncio.wait((again,), timeout=0.5)
         told = again.done() and again.exception() is None
         before = engine.image.memory.copy()
         gate.release()
