@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvgrpc import __version__
-from kvgrpc.config.memory import available_memory, choose_l1_size
+from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.runtime.admin import DriverAdmin
@@ -21,6 +21,7 @@ from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions, run
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
+from kvgrpc.transfer.room import available_memory
 from kvgrpc.transfer.shm import SharedMemoryMover
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process may take, and the size of L1 that follows from it.
+"""The size of L1 that follows from the memory that this process may take (``kvgrpc.transfer.room``).
 
 The arena is a memfd: its pages count as memory of the process and its control group; no file system bounds them.
 """
@@ -9,9 +9,6 @@ from __future__ import annotations
 from kvgrpc.config.settings import SettingsError
 from kvgrpc.config.values import GIB, format_size
 from kvgrpc.core.types import MIB
-from kvgrpc.transfer.room import available_memory
-
-__all__ = ["available_memory", "choose_l1_size"]
 
 L1_DEFAULT_CAP = 4 * GIB
 L1_DEFAULT_SHARE = 0.5

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvgrpc.config.memory import L1_DEFAULT_CAP, available_memory, choose_l1_size
+from kvgrpc.config.memory import L1_DEFAULT_CAP, choose_l1_size
 from kvgrpc.config.settings import SettingsError
+from kvgrpc.transfer.room import available_memory
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.config.memory import available_memory, choose_l1_size
+from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import SettingsError
+from kvgrpc.transfer.room import available_memory
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.room import can_mount, memory_group
 from tests.hostile.stand import refusal_of, stand, until
