@@ -120,14 +120,14 @@ class DriverSession:
         try:
             registered = driver.book.register(driver.now(), self._client_id, registration)
         except Refusal:
-            self._submit(driver.hands.mover.unmap, mapping_id)
+            await self._unmap(mapping_id)
             raise
         if registered.changed:
             driver.mapped[mapping_id] = self._client_id
             driver.current[self._client_id] = mapping_id
             driver.block_sizes[self._client_id] = geometry.block_size
         else:
-            await asyncio.shield(asyncio.wrap_future(self._submit(driver.hands.mover.unmap, mapping_id)))
+            await self._unmap(mapping_id)
         await driver.wait_unmapped(self._client_id)
         return api.RegisterAnswer(
             space_base=registered.space_base,
@@ -159,6 +159,10 @@ class DriverSession:
             mapping.add_done_callback(lambda _: mover.unmap(mapping_id))  # on the thread that has mapped it
             mapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to tell
             raise
+
+    async def _unmap(self, mapping_id: int) -> None:
+        """Of a mapping that came to nothing: when its call is answered, its memory is not open any more."""
+        await asyncio.shield(asyncio.wrap_future(self._submit(self._driver.hands.mover.unmap, mapping_id)))
 
     async def unregister(self, engine_id: str) -> None:
         driver = self._driver
