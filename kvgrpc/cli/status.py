@@ -14,6 +14,9 @@ from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
+WIDTH_LEAST = 120
+"""In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
+
 
 @click.command()
 @click.option(
@@ -38,7 +41,8 @@ def status(address: str | None, json_form: bool) -> None:
     if json_form:
         click.echo(as_json(snapshot))
     else:
-        Console().print(as_screen(snapshot))
+        console = Console()
+        console.print(as_screen(snapshot), width=max(console.width, WIDTH_LEAST))
 
 
 async def take_snapshot(address: str) -> Snapshot:

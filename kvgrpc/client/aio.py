@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -48,6 +49,12 @@ def check_content(content: object) -> None:
     """TypeError for what no server could be asked about."""
     if not isinstance(content, api.Content):
         raise TypeError(f"content is {type(content).__name__}; send Tokens or Hashes")
+
+
+def check_blocks(blocks: Sequence[object]) -> None:
+    """TypeError for ids that are not one sequence a KV group."""
+    if any(isinstance(ids, Integral) for ids in blocks):
+        raise TypeError("blocks is one list of block ids for each KV group: [[3, 1, 2]], not [3, 1, 2]")
 
 
 def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:

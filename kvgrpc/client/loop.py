@@ -137,6 +137,9 @@ class LoopThread:
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """As usual, but for what grpc.aio says when several loops of a process wait for its one poller: the event is there
-    for all, and whoever comes second finds nothing to read. Nothing is lost."""
-    if not isinstance(context.get("exception"), BlockingIOError):
+    for all, and whoever comes second finds nothing to read; or it was for a client that has been closed. Nothing is
+    lost."""
+    error = context.get("exception")
+    of_closed_client = isinstance(error, RuntimeError) and error.args == ("Event loop is closed",)
+    if not (of_closed_client or isinstance(error, BlockingIOError)):
         loop.default_exception_handler(context)

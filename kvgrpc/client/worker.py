@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from kvgrpc import api
-from kvgrpc.client.aio import AioClient, check_content, new_client_id
+from kvgrpc.client.aio import AioClient, check_blocks, check_content, new_client_id
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.copies import Copies, Copy, CopyFuture, Results
 from kvgrpc.client.loop import LoopThread
@@ -210,12 +210,13 @@ class WorkerClient:
         self._loop.check()
         future = CopyFuture(request.call_id, self._revoke)
         copy = Copy(request, timeout_s, future)
-        if isinstance(request, api.StoreRequest):
-            try:
+        try:
+            check_blocks(request.blocks)
+            if isinstance(request, api.StoreRequest):
                 check_content(request.content)
-            except TypeError as error:
-                future.set_exception(error)
-                return future
+        except TypeError as error:
+            future.set_exception(error)
+            return future
         begin = self._admit(copy)
         if isinstance(begin, Reason):
             future.set_result(copy.failed(begin.value, self.chunk_tokens))

@@ -2,12 +2,14 @@
 """Settings of a server: one frozen object, made of flags and ``KVGRPC_`` variables.
 
 A field ``l1_size`` is the flag ``--l1-size`` and the variable ``KVGRPC_L1_SIZE``; a flag wins. Lists are separated by
-commas in a variable and repeated as a flag. Everything wrong is a ``SettingsError`` that names the flag.
+commas in a variable and repeated as a flag. Everything wrong is a ``SettingsError`` that names the flag,
+or the variable.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,12 +201,13 @@ def load_settings(**flags: Any) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise SettingsError("; ".join(_describe(item) for item in error.errors())) from None
+        raise SettingsError("; ".join(_describe(item, given) for item in error.errors())) from None
 
 
-def _describe(item: Any) -> str:
+def _describe(item: Any, flags: Container[str]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if not item["loc"]:
         return text
-    flag = "--" + str(item["loc"][0]).replace("_", "-")
-    return f"{flag}: {text}"
+    name = str(item["loc"][0])
+    flag = "--" + name.replace("_", "-")
+    return f"{flag}: {text}" if name in flags else f"KVGRPC_{name.upper()} ({flag}): {text}"

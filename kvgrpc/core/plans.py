@@ -391,4 +391,6 @@ class RetrievePlan(Plan):
         counters = self._desk.ledger.counters
         loaded = sum(known == LOADED for known in self._outcomes)
         counters["loaded_chunks"] += loaded
-        counters["failed_chunks"] += max(min(self._end, len(self._keys)) - self._first - loaded, 0)
+        failed = min(self._end, len(self._keys)) - self._first - loaded
+        if failed > 0:
+            counters["failed_chunks"] += failed

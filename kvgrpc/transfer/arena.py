@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from kvgrpc.transfer import _native
-from kvgrpc.transfer.arena_file import ArenaError, allocate, anonymous_file, named_file
+from kvgrpc.transfer.arena_file import ArenaError, anonymous_file, named_file
 
 __all__ = ["Arena", "ArenaError"]
 
@@ -52,6 +52,7 @@ class Arena:
         self.size_bytes = size_bytes
         self.ready_bytes = 0
         self._path = path
+        self._huge_pages = huge_pages
         self._fd = named_file(path, size_bytes) if path is not None else anonymous_file(size_bytes, huge_pages)
         self._closing = threading.Event()
         self._filling: threading.Thread | None = None
@@ -73,7 +74,10 @@ class Arena:
         """
         part = min(PART_BYTES, self.size_bytes - self.ready_bytes)
         if part:
-            allocate(self._fd, self.ready_bytes, part, self.size_bytes)
+            try:
+                os.posix_fallocate(self._fd, self.ready_bytes, part)
+            except OSError as error:
+                raise self._too_little(error) from error
             self.ready_bytes += part
         return self.ready_bytes
 
@@ -100,6 +104,11 @@ class Arena:
         with suppress(BufferError):
             self._map.close()
         self._let_go()
+
+    def _too_little(self, error: OSError) -> ArenaError:
+        what = "reserved huge pages (vm.nr_hugepages)" if self._huge_pages else "shared memory"
+        had = f"only {self.ready_bytes} bytes could be allocated"
+        return ArenaError(f"the arena needs {self.size_bytes} bytes of {what}, but {had} ({error.strerror})")
 
     def _let_go(self) -> None:
         if self._fd < 0:

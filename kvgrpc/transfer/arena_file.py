@@ -34,7 +34,8 @@ def anonymous_file(size_bytes: int, huge_pages: bool) -> int:
         if huge_pages:
             sentence = f"the arena's {size_bytes} bytes must be a multiple of the huge page size"
         else:
-            sentence = _too_little(size_bytes, 0, error)
+            had = "only 0 bytes could be allocated"
+            sentence = f"the arena needs {size_bytes} bytes of shared memory, but {had} ({error.strerror})"
         raise ArenaError(sentence) from error
     return fd
 
@@ -67,19 +68,6 @@ def named_file(path: Path, size_bytes: int) -> int:
             raise ArenaError(f"the arena {path} cannot be made: {error.strerror}") from error
         raise
     return fd
-
-
-def allocate(fd: int, offset: int, length: int, size_bytes: int) -> None:
-    """Reserves the pages of a part. ``size_bytes`` is the whole arena's, for the sentence when there are not enough."""
-    try:
-        os.posix_fallocate(fd, offset, length)
-    except OSError as error:
-        have = min(offset, os.fstat(fd).st_blocks * 512)
-        raise ArenaError(_too_little(size_bytes, have, error)) from error
-
-
-def _too_little(size_bytes: int, have: int, error: OSError) -> str:
-    return f"the arena needs {size_bytes} bytes of shared memory, but only {have} bytes could be allocated: {error}"
 
 
 def _locked(path: Path) -> int:

@@ -8,7 +8,9 @@ engine may truncate its memory at any time: a fault is caught in the thread that
 from __future__ import annotations
 
 import os
+import resource
 import stat
+import threading
 from array import array
 from collections.abc import Container, Generator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +28,10 @@ from kvgrpc.transfer.room import PageDebt
 MAX_NAME_BYTES = 255
 POPULATE_S = 1.0
 """Most that a registration spends on the page table; the rest of a very large memory is entered as it is copied."""
+OBJECTS_MOST = 16384
+"""Shared memory objects of all registrations: each is a mapping, of which Linux gives a process 65,530."""
+DESCRIPTORS = 2
+"""Of each object, for as long as it is registered; twice as many while it is being mapped."""
 _REASONS = ("", MEMORY_TRUNCATED, MEMORY_IO)
 
 
@@ -54,6 +60,7 @@ class SharedMemoryMover:
         self._gates = gates
         self._mappings: dict[int, _native.Mapping] = {}
         self._debt = PageDebt(arena)
+        self._quota = ObjectQuota()
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -63,6 +70,14 @@ class SharedMemoryMover:
     def map(self, mapping_id: int, layout: Layout) -> bytes:
         check_layout(layout, self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
+        self._quota.take(mapping_id, len({memory.name for memory in layout.memory if isinstance(memory, SharedMemory)}))
+        try:
+            return self._map(mapping_id, layout)
+        except Refusal:
+            self._quota.drop(mapping_id)
+            raise
+
+    def _map(self, mapping_id: int, layout: Layout) -> bytes:
         opened: dict[str, int] = {}
         with ExitStack() as files, _directory(self._shm_root) as root:
             for index, memory in enumerate(layout.memory):
@@ -100,6 +115,7 @@ class SharedMemoryMover:
         self._debt.drop(mapping_id)
         if mapping is not None:
             mapping.close()
+        self._quota.drop(mapping_id)
 
     def close(self) -> None:
         for mapping_id in tuple(self._mappings):
@@ -134,6 +150,32 @@ class SharedMemoryMover:
         if found.st_uid not in self._allowed_uids:
             sentence = f"shared memory {name!r} belongs to user {found.st_uid}, who is not allowed (see --allow-uid)"
             raise Refusal(Reason.MEMORY_OWNER, sentence, field=where)
+
+
+class ObjectQuota:
+    """Shared memory objects that are mapped, all registrations together, so that engines leave descriptors for
+    connections and mappings for the server.
+
+    Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}
+
+    def take(self, mapping_id: int, count: int) -> None:
+        """Refuses: MEMORY."""
+        most = min(OBJECTS_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // (2 * DESCRIPTORS))
+        with self._lock:
+            taken = sum(self._taken.values())
+            if taken + count > most:
+                sentence = f"{count} objects of shared memory beside {taken} others; the server maps at most {most}"
+                raise Refusal(Reason.MEMORY, sentence, field="memory")
+            self._taken[mapping_id] = count
+
+    def drop(self, mapping_id: int) -> None:
+        with self._lock:
+            self._taken.pop(mapping_id, None)
 
 
 @contextmanager

@@ -314,7 +314,7 @@ class ClientStatus(_message.Message):
     calls_in_flight: _builtins.int
     """Calls that have not answered."""
     thread: _builtins.int
-    """Affinity thread."""
+    """Affinity thread, when registered."""
     def __init__(
         self,
         *,

@@ -540,9 +540,9 @@ class KvGroup(_message.Message):
     form: Global___BlockForm.ValueType
     """Order of bytes inside a block."""
     backend: _builtins.str
-    """Attention backend, e.g. "FLASH_ATTN"; part of the identity of opaque blocks. At most 64 bytes."""
+    """Attention backend, e.g. "FLASH_ATTN"; part of the identity of opaque blocks. At most 64 bytes of printable ASCII, no spaces, ":" or "+"."""
     layout: _builtins.str
-    """Name of the physical layout, e.g. "LBNHC"; part of the identity of opaque blocks. At most 64 bytes."""
+    """Name of the physical layout, e.g. "LBNHC"; part of the identity of opaque blocks. At most 64 bytes of printable ASCII, no spaces, ":" or "+"."""
     heads: _builtins.int
     """KV heads of this rank; part of the identity of token-major blocks."""
     head_dim: _builtins.int
@@ -601,7 +601,9 @@ class RegisterKvCacheRequest(_message.Message):
     replicated. Must divide tp_size and kv_world_size. kv_rank must be (pipeline stage) * kv_tp_size + tp_rank / (tp_size / kv_tp_size).
     """
     host_id: _builtins.str
-    """HandshakeResponse.host_id of a server on the client's host, or made by the same rule."""
+    """HandshakeResponse.host_id of a server on the client's host, or made by the same rule: the first 32 lower-case hex digits of
+    sha256(boot id of Linux, "\\n", host name).
+    """
     @_builtins.property
     def identity(self) -> _common_pb2.SpaceIdentity:
         """What its KV data is."""

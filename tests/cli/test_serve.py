@@ -59,7 +59,7 @@ def test_no_workers_are_refused_at_start(flag: str, tmp_path: Path):
 
 
 def test_a_variable_is_refused_as_its_flag_is(tmp_path: Path):
-    assert "--max-workers: must be at least 1" in refused(folder=tmp_path, KVGRPC_MAX_WORKERS="0")
+    assert "KVGRPC_MAX_WORKERS (--max-workers): must be at least 1" in refused(folder=tmp_path, KVGRPC_MAX_WORKERS="0")
 
 
 def test_an_l1_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from kvgrpc import api
 from kvgrpc.client import AioClient, ChannelOptions, Client
+from kvgrpc.client.loop import LoopThread
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Role, SpaceRef
 from kvgrpc.transfer.host import host_id
@@ -166,3 +168,17 @@ def test_tokens_of_ids() -> None:
     for wrong in (-1, 2**32):
         with pytest.raises(OverflowError):
             api.Tokens.from_ids([wrong])
+
+
+def test_events_of_closed_clients_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC's one poller hands an event of a closed client to the loop of another one, where it raises."""
+    closed = asyncio.new_event_loop()
+    closed.close()
+    done = threading.Event()
+    loop = LoopThread("test")
+    loop.post(closed.call_soon_threadsafe, print)
+    loop.post(int, "what is a fault is told")
+    loop.post(done.set)
+    assert done.wait(5)
+    loop.stop()
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [ValueError]

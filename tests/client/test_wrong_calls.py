@@ -76,6 +76,15 @@ def test_a_store_of_such_content_ends_in_the_error(
     assert client.blocks_in_flight() == frozenset()
 
 
+def test_flat_block_ids_are_told(server: FakeServer, make_worker: MakeWorker) -> None:
+    client = make_worker(server.address)
+    flat: Any = [3, 1, 4]
+    for future in (client.store(tokens(32), flat), client.retrieve(b"j" * 16, RANGE, flat)):
+        with pytest.raises(TypeError, match="one list of block ids for each KV group"):
+            future.result(0)
+    assert client.blocks_in_flight() == frozenset()
+
+
 @pytest.mark.parametrize("error", [TypeError, ValueError, AttributeError, OverflowError, KeyError, AssertionError])
 def test_no_future_stays_open_whatever_encoding_raises(
     server: FakeServer, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, error: type[Exception]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import signal
 from dataclasses import replace
@@ -183,6 +184,35 @@ async def test_killed_right_after_register(tmp_path: Path) -> None:
         await until(lambda: mapped(server) > before["mappings"])
         await nursery.kill(pid)
         assert await back_to(server, before) < 3
+
+
+async def test_killed_while_its_register_waits_and_its_memory_has_gone(tmp_path: Path) -> None:
+    """Nobody is left to be told that the memory is not there, and it is no error of the server."""
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    async with local_server(tmp_path, limits=LIMITS, workers=1) as server, Nursery() as nursery:
+        survivor = await server.engine()
+        kept = tokens_of(1, CHUNKS * CHUNK)
+        gate = server.gates.hold(0, Direction.STORE)
+        storing = asyncio.ensure_future(survivor.store(kept, BLOCKS))
+        await reached(gate)
+        engine = mortal(server, survivor, 1)
+        before = leftovers(server)
+        affinity = server.driver.hands.affinity
+        pid = await nursery.start(order_of(server, engine, "idle", kept))
+        await until(lambda: affinity.lanes()[0][2] == 2, what="the Register behind the copy")
+        memory = Path("/dev/shm") / engine.memory_name
+        memory.rename(memory.with_suffix(".gone"))
+        await nursery.kill(pid)
+        await session_ended(server, engine)
+        gate.release()
+        assert outcomes(await storing) == ["STORED"] * CHUNKS
+        await until(lambda: affinity.lanes()[0][2] == 0, what="the end of the Register")
+        memory.with_suffix(".gone").rename(memory)
+        gc.collect()  # a failure that nobody asks for is told when it is collected
+        assert leftovers(server) == before | {"calls": 0, "bytes neither free nor ready": 0}
+        assert await served_right(survivor, kept, MHA.seed) == CHUNKS
+    assert unhandled == []
 
 
 async def test_stopped_engine_keeps_its_session(tmp_path: Path) -> None:

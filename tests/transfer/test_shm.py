@@ -17,6 +17,7 @@ import pytest
 from kvgrpc.api import BlockForm, CudaIpcMemory, KvGroup, Layout, Runs, SharedMemory
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Piece, RunSlice, SliceReport
+from kvgrpc.transfer import shm
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.kvdata import shared_memory
@@ -35,6 +36,24 @@ def refused(mover: SharedMemoryMover, wanted: Layout) -> Refusal:
     mover.unmap(2)
     assert len(os.listdir("/proc/self/fd")) == before
     return caught.value
+
+
+# ---- how much is taken ----
+
+
+def test_objects_are_counted_over_all_registrations(mover: SharedMemoryMover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "OBJECTS_MOST", 2)
+    for mapping_id in (1, 2):
+        mover.map(mapping_id, layout("good"))
+    with pytest.raises(Refusal, match="1 objects of shared memory beside 2 others; the server maps at most 2") as over:
+        mover.map(3, layout("good"))
+    assert (over.value.reason, over.value.field) == (Reason.MEMORY, "memory")
+    mover.unmap(2)
+    with pytest.raises(Refusal, match="cannot be opened"):
+        mover.map(4, layout("absent"))
+    mover.map(5, layout("good"))
+    for mapping_id in (1, 5):
+        mover.unmap(mapping_id)
 
 
 # ---- what is not taken ----
@@ -126,6 +145,7 @@ def test_an_object_replaced_while_it_is_opened_is_not_taken(
 NOT_ROOT = """
 import os, sys
 from kvgrpc.core.errors import Refusal
+from kvgrpc.transfer import shm
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.transfer.pages import layout
