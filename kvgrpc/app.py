@@ -18,7 +18,7 @@ from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
-from kvgrpc.service.server import Server, ServerOptions, run
+from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.room import available_memory
@@ -68,6 +68,11 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
     server cannot start; each says why in one sentence.
     """
     raise_file_limit()
+    with caught_signals() as signals:
+        await _serve(settings, announce, signals)
+
+
+async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
     limits = settings.core_limits()
     available_bytes = available_memory()
     l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes)
@@ -110,7 +115,7 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow))
     try:
-        await run(server, started)
+        await run(server, started, signals)
     finally:
         await driver.close()
         arena.close()

@@ -15,7 +15,7 @@ from kvgrpc.app import Choices
 from kvgrpc.app import serve as serve_settings
 from kvgrpc.cli.options import settings_options
 from kvgrpc.config.places import UntrustedSocketError, claim_default_socket
-from kvgrpc.config.settings import SettingsError, load_settings
+from kvgrpc.config.settings import SettingsError, load_settings, strange_variables
 from kvgrpc.config.values import format_size
 from kvgrpc.service.listeners import ListenError
 from kvgrpc.telemetry.log import configure, logger
@@ -36,6 +36,8 @@ def serve(**flags: Any) -> None:
         if settings.socket is None:
             claim_default_socket()
         configure(settings.log_level, settings.log_format)
+        for sentence in strange_variables():
+            logger("serve").warning(sentence)
         asyncio.run(serve_settings(settings, announce))
     except (SettingsError, UntrustedSocketError, ListenError, ArenaError) as error:
         raise click.ClickException(str(error)) from None

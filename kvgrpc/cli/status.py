@@ -14,7 +14,7 @@ from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
-WIDTH_LEAST = 120
+WIDTH_LEAST = 170
 """In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
 
 

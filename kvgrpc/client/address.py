@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-FORMS = "grpc://host:port, grpc+unix:///path, unix:/path or host:port"
+FORMS = "grpc://host:port, grpc+unix:///path, unix:/path, /path or host:port"
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s?#@]+):(?P<port>[0-9]{1,5})")
 _UNIX_PATH_BYTES = 107
@@ -35,13 +35,16 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Accepts ``grpc://host:port``, ``grpc+unix:///path``, ``unix:/path``, ``unix:///path`` and ``host:port``.
+    """Accepts ``grpc://host:port``, ``grpc+unix:///path``, ``unix:/path``, ``unix:///path``, ``/path``, ``host:port``.
 
-    Paths may be percent-encoded, as in any URI. Raises ValueError, saying what is wrong and what would be right.
+    Paths of a URI may be percent-encoded; a bare one is taken as it is. Raises ValueError, saying what is wrong and
+    what would be right.
     """
     for scheme in ("grpc+unix:", "unix:"):
         if text.startswith(scheme):
-            return _unix_address(text, text.removeprefix(scheme))
+            return _unix_address(text, unquote(text.removeprefix(scheme)))
+    if text.startswith("/"):
+        return _unix_address(text, text)
     host_port = text.removeprefix("grpc://").removesuffix("/") if text.startswith("grpc://") else text
     match = _HOST_PORT.fullmatch(host_port)
     if match is None:
@@ -52,8 +55,7 @@ def parse_address(text: str) -> Address:
     return Address(host=match["host"].strip("[]"), port=port)
 
 
-def _unix_address(text: str, rest: str) -> Address:
-    path = unquote(rest)
+def _unix_address(text: str, path: str) -> Address:
     if path.startswith("//"):
         path = path.removeprefix("//")
         if not path.startswith("/"):

@@ -21,7 +21,17 @@ from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
 from kvgrpc.client.fork import add_connection, claim_process
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef
+from kvgrpc.core.types import (
+    ChunkResult,
+    Cleared,
+    Ended,
+    Held,
+    LookupAnswer,
+    PrefetchStatus,
+    Role,
+    SpaceRef,
+    TokenRange,
+)
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
 from kvgrpc.wire import admin, cache, engine
@@ -55,6 +65,16 @@ def check_blocks(blocks: Sequence[object]) -> None:
     """TypeError for ids that are not one sequence a KV group."""
     if any(isinstance(ids, Integral) for ids in blocks):
         raise TypeError("blocks is one list of block ids for each KV group: [[3, 1, 2]], not [3, 1, 2]")
+
+
+def check_range(tokens: TokenRange | None) -> None:
+    """TypeError for what is no range; ValueError for a reversed one: no result could be about its chunks."""
+    if tokens is None:
+        return
+    if not isinstance(tokens, TokenRange):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"range is {type(tokens).__name__}; send a TokenRange")
+    if tokens.end < tokens.start:
+        raise ValueError(f"the range [{tokens.start}, {tokens.end}) is reversed")
 
 
 def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:

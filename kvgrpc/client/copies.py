@@ -13,6 +13,7 @@ Thread rule: everything here runs on the client's loop; ``Copy.future`` is what 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, RetrieveCommand, SpaceRef, TokenRange
 
 Results = tuple[ChunkResult, ...]
+log = logging.getLogger("kvgrpc.client")
 
 IN_DOUBT = {Reason.SERVER_UNREACHABLE, Reason.DEADLINE, Reason.INTERNAL, Reason.CALL_REVOKED}
 """After these the copy may still run. CALL_REVOKED is also what a call cancelled by gRPC looks like."""
@@ -49,6 +51,8 @@ class CopyFuture(Future[Results]):
     def __init__(self, call_id: int, revoke: Callable[[Sequence[int]], object]) -> None:
         super().__init__()
         self.call_id = call_id
+        self.refusal: Refusal | None = None
+        """Once finished: why the server refused the call, in its words."""
         self._revoke = revoke
         self.set_running_or_notify_cancel()
 
@@ -99,6 +103,7 @@ class Copies:
         self._session = session
         self._engine_id = engine_id
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told: set[Reason] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs something beside, until ``close``."""
@@ -147,6 +152,10 @@ class Copies:
         try:
             return await self._send(copy, attachment.space_base)
         except Refusal as refusal:
+            copy.future.refusal = refusal
+            if refusal.reason not in self._told:
+                self._told.add(refusal.reason)
+                log.warning("a %s failed: %s (not logged again)", "store" if copy.is_store else "retrieve", refusal)
             in_doubt = refusal.reason in IN_DOUBT
             if in_doubt:
                 await self._wait_free(copy, attachment.life)

@@ -90,6 +90,8 @@ class Query:
     permit: Permit = PERMIT
     session_number: int = 0
     content: api.Content | None = None
+    given: api.Content | None = None
+    """What the caller gave, if not a function: kept as long as the query, to tell another question from a repeat."""
     future: Future[LookupResult] = field(default_factory=Future[LookupResult])
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     job_id: bytes = b""
@@ -98,6 +100,16 @@ class Query:
 
     def is_same(self, attempt: int, session_number: int) -> bool:
         return (self.attempt, self.session_number) == (attempt, session_number)
+
+    def check_repeat(self, content: object, lora: str, cache_salt: str) -> None:
+        """ValueError for another question under this request id and attempt: its answer would be another prompt's."""
+        other_prompt = not (callable(content) or self.given is None or content is self.given or content == self.given)
+        if other_prompt or (lora, cache_salt) != (self.lora, self.cache_salt):
+            what = "prompt" if other_prompt else "adapter or tenant"
+            raise ValueError(
+                f"request {self.request_id!r} has been looked up with another {what}: "
+                "discard it first, or count attempt up"
+            )
 
 
 class Lookups:

@@ -127,11 +127,12 @@ class SchedulerClient:
     ) -> LookupResult | None:
         """None until the answer is there; ask again at the next step, with the same request id and attempt.
 
-        ``content`` is only looked at (or, a function, called) by the call that starts the lookup, which keeps it until
-        the answer is there: do not change it. Later calls cost a dictionary lookup. Another ``attempt`` asks afresh,
-        and gives back what the earlier one pinned. Call ``discard`` when the request is finished or aborted.
+        ``content`` is kept: do not change it. A function is only called by the call that starts the lookup, and later
+        calls cost a dictionary lookup; else they compare it, as they do ``lora`` and ``cache_salt``, and another one is
+        a ValueError. Another ``attempt`` asks afresh, and gives back what the earlier one pinned. Call ``discard`` when
+        the request is finished or aborted.
         """
-        found = self._find(request_id, attempt)
+        found = self._find(content, request_id, attempt, lora, cache_salt)
         if found is None:
             answer_s = self._options.bounds.answer_s
             found = self._begin(content, Query(request_id, attempt, answer_s, lora, cache_salt, policy))
@@ -151,7 +152,7 @@ class SchedulerClient:
         policy: Policy = DEFAULT_POLICY,
     ) -> LookupResult:
         """As ``try_lookup``, but waits for the answer, at most ``timeout_s``: then it is a miss, and discarded."""
-        found = self._find(request_id, attempt)
+        found = self._find(content, request_id, attempt, lora, cache_salt)
         if found is None:
             answer_s = min(timeout_s, self._options.bounds.answer_s)
             found = self._begin(content, Query(request_id, attempt, answer_s, lora, cache_salt, policy))
@@ -186,7 +187,9 @@ class SchedulerClient:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _find(self, request_id: str, attempt: int) -> Future[LookupResult] | LookupResult | None:
+    def _find(
+        self, content: ContentSource, request_id: str, attempt: int, lora: str, cache_salt: str
+    ) -> Future[LookupResult] | LookupResult | None:
         """What is known of a request without asking."""
         self._loop.check()
         session = self._session
@@ -196,8 +199,9 @@ class SchedulerClient:
             return LookupResult(reason=Reason.SERVER_DRAINING.value)
         with self._lock:
             query = self._queries.get(request_id)
-            if query is not None and query.is_same(attempt, session.number):
-                return query.future
+        if query is not None and query.is_same(attempt, session.number):
+            query.check_repeat(content, lora, cache_salt)
+            return query.future
         if session.attachment is None:
             return LookupResult(reason=Reason.SERVER_UNREACHABLE.value)
         return None
@@ -220,6 +224,7 @@ class SchedulerClient:
         try:
             query.content = content() if callable(content) else content
             check_content(query.content)
+            query.given = None if callable(content) else content
         except BaseException:
             self._unask(query)
             raise

@@ -156,6 +156,9 @@ class Session:
         end = loop.time() + timeout_s
         while self.attachment is None and loop.time() < end:
             await self.changed(end - loop.time())
+        if self.attachment is None and self.problem is None:
+            text = f"no answer from {self._client.address.target} yet; is the server running?"
+            self._note_problem(Refusal(Reason.SERVER_UNREACHABLE, text))
         return self.attachment is not None
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ class Session:
             async for event in stream:
                 if event.draining:
                     self.draining = True
-                    log.warning("server is draining: %s", event.reason)
+                    log.warning("draining: %s", event.reason)
                     self._pulse()
         except Refusal as refusal:
             self.problem = refusal
@@ -265,7 +268,7 @@ class Session:
 
     def _note_problem(self, problem: Refusal) -> None:
         if self.problem is None or self.problem.reason is not problem.reason:
-            log.warning("not attached to %s: %s", self._client.address.target, problem)
+            log.warning("no session with %s: %s", self._client.address.target, problem)
         self.problem = problem
         self._pulse()
 

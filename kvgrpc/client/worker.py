@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from kvgrpc import api
-from kvgrpc.client.aio import AioClient, check_blocks, check_content, new_client_id
+from kvgrpc.client.aio import AioClient, check_blocks, check_content, check_range, new_client_id
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.copies import Copies, Copy, CopyFuture, Results
 from kvgrpc.client.loop import LoopThread
@@ -212,9 +212,10 @@ class WorkerClient:
         copy = Copy(request, timeout_s, future)
         try:
             check_blocks(request.blocks)
+            check_range(request.range)
             if isinstance(request, api.StoreRequest):
                 check_content(request.content)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             future.set_exception(error)
             return future
         begin = self._admit(copy)

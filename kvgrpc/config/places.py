@@ -55,14 +55,18 @@ def claim_default_socket(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def named_socket(named: str | Path) -> Path:
-    """A path, or the address of one (unix:/path), which is what the server prints."""
-    return Path(str(named).removeprefix("unix:"))
+    """A path, or the address of one (unix:/path), which is what the server prints; absolute. ValueError for one that
+    begins with a tilde, which only shells replace."""
+    path = str(named).removeprefix("unix:")
+    if path.startswith("~"):
+        raise ValueError(f"{path}: '~' is not replaced here; write the whole path")
+    return Path(path).absolute()
 
 
 def asked_socket(environ: Mapping[str, str] = os.environ) -> Path:
     """Where a client asks that was given no address: KVGRPC_SOCKET, else the default. Raises UntrustedSocketError."""
     named = environ.get("KVGRPC_SOCKET", "")
-    return named_socket(named).absolute() if named else claim_default_socket(environ)
+    return named_socket(named) if named else claim_default_socket(environ)
 
 
 def check_place(path: Path) -> None:

@@ -9,7 +9,8 @@ or the variable.
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_si
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
 MESSAGE_MIN = 64 << 10
+PAGE_MIN = 4096
 
 
 class SettingsError(Exception):
@@ -28,15 +30,17 @@ class SettingsError(Exception):
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-Count = Annotated[int, Field(gt=0)]
-Millis = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=1 << 32)]
+Millis = Annotated[int, Field(gt=0, le=86_400_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
-Uids = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
+Uids = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
+THREADS_MOST = 256
+PREFIX = "KVGRPC_"
 _LIMITS = CoreLimits()
 _WORDS = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("auto", "console", "json")}
 
@@ -48,7 +52,7 @@ def _doc(default: Any, text: str) -> Any:
 class Settings(BaseSettings):
     """What `kvgrpc serve` runs with. Times are milliseconds, sizes bytes, shares fractions of L1."""
 
-    model_config = SettingsConfigDict(env_prefix="KVGRPC_", frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
 
     # listeners
     socket: SocketPath | None = _doc(None, "Unix socket to listen on; default: a path of this user, printed at start")
@@ -109,10 +113,24 @@ class Settings(BaseSettings):
 
     @field_validator("max_workers", "max_gpu_workers", "copy_threads", "max_cpu_workers")
     @classmethod
-    def _at_least_one_thread(cls, value: int | None) -> int | None:
+    def _some_threads(cls, value: int | None) -> int | None:
         if value is not None and value < 1:
             raise ValueError(f"must be at least 1, not {value}")
+        if value is not None and value > THREADS_MOST:
+            raise ValueError(f"must be at most {THREADS_MOST}, not {value}")
         return value
+
+    @field_validator("page_size")
+    @classmethod
+    def _pages_hold_something(cls, value: int) -> int:
+        if value < PAGE_MIN:
+            raise ValueError(f"must be at least {PAGE_MIN} bytes, not {value}")
+        return value
+
+    @field_validator("log_level", "log_format", mode="before")
+    @classmethod
+    def _small_letters(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
 
     @field_validator("message_size")
     @classmethod
@@ -204,8 +222,23 @@ def load_settings(**flags: Any) -> Settings:
         raise SettingsError("; ".join(_describe(item, given) for item in error.errors())) from None
 
 
+def strange_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """For each variable that nearly has the name of a setting, a sentence. Others may be there for other reasons, as
+    those that Kubernetes makes of a Service's name."""
+    known = [f"{PREFIX}{name.upper()}" for name in Settings.model_fields]
+    strange = [name for name in environ if name.startswith(PREFIX) and name not in known]
+    pairs = [(name, meant) for name in strange for meant in get_close_matches(name, known, 1, 0.85)]
+    return [f"{name} is no setting and is ignored; did you mean {meant}?" for name, meant in pairs]
+
+
+_SENTENCES = {"int_parsing": "{!r} is not a whole number", "bool_parsing": "{!r} is neither true nor false"}
+_SENTENCES["float_parsing"] = "{!r} is not a number"
+
+
 def _describe(item: Any, flags: Container[str]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] in _SENTENCES:
+        text = _SENTENCES[item["type"]].format(item["input"])
     if not item["loc"]:
         return text
     name = str(item["loc"][0])

@@ -71,6 +71,8 @@ def parse_quotas(value: object) -> object:
         salt, separator, size = str(part).rpartition("=")
         if not separator:
             raise ValueError(f"{part!r} is not SALT=SIZE")
+        if salt in quotas:
+            raise ValueError(f"{salt!r} has two quotas")
         quotas[salt] = parse_size(size)
     return quotas
 

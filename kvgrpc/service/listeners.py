@@ -49,6 +49,7 @@ class SocketFile:
             raise ListenError(f"--socket {self.path}: it has {size} bytes; a socket path has at most {PATH_BYTES_MOST}")
         try:
             self._check_folder()
+            self._check_path()
             self._take_lock()
             self._remove_stale()
             address = "unix:" + quote(str(self.path))
@@ -91,6 +92,18 @@ class SocketFile:
                 "choose a folder of this user or of root"
             )
 
+    def _check_path(self) -> bool:
+        """Whether there is a socket."""
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return False
+        if stat.S_ISDIR(mode):
+            raise ListenError(f"--socket {self.path}: that is a folder; name a file in it, as {self.path}/kvgrpc.sock")
+        if not stat.S_ISSOCK(mode):
+            raise ListenError(f"--socket {self.path}: a file that is not a socket is there; move it away")
+        return True
+
     def _take_lock(self) -> None:
         name = f"{self.path}.lock"
         lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -109,12 +122,8 @@ class SocketFile:
 
     def _remove_stale(self) -> None:
         """The lock is held: a socket that is left here belongs to nobody, unless it is not a kvgrpc server's."""
-        try:
-            mode = self.path.lstat().st_mode
-        except FileNotFoundError:
+        if not self._check_path():
             return
-        if not stat.S_ISSOCK(mode):
-            raise ListenError(f"--socket {self.path}: a file that is not a socket is there; move it away")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(_PROBE_S)
             try:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -30,6 +31,7 @@ from kvgrpc.telemetry.log import logger
 from kvgrpc.v1 import admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
 
 log = logger("service")
+Signals: TypeAlias = "asyncio.Queue[signal.Signals]"
 
 MESSAGE_SLACK_BYTES = MIB
 """How far beyond the limit a message still gets our rich error; beyond that gRPC refuses it, naming its own limit."""
@@ -198,23 +200,33 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
     ]
 
 
-async def run(server: Server, started: Callable[[], None]) -> None:
-    """Starts the server, calls ``started``, and serves until SIGTERM or SIGINT; then drains it; a second stops it at
-    once. Main thread only. Raises as ``Server.start``."""
+@contextmanager
+def caught_signals() -> Generator[Signals, None, None]:
+    """SIGTERM and SIGINT as they come; ignored at the end, when what they would end has ended. Main thread only."""
     loop = asyncio.get_running_loop()
-    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    caught = (signal.SIGTERM, signal.SIGINT)
-    for number in caught:
-        loop.add_signal_handler(number, signals.put_nowait, number)
+    signals: Signals = asyncio.Queue()
+
+    def catch(number: int, _: object) -> None:
+        loop.call_soon_threadsafe(signals.put_nowait, signal.Signals(number))
+
+    # Not the loop's own handlers: whoever takes those away lets a signal end the process for a moment.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, catch)
     try:
-        await server.start()
-        started()
-        await _first(server.wait(), signals.get())
-        await _first(server.drain(), signals.get())
-        await server.stop()
+        yield signals
     finally:
-        for number in caught:
-            loop.remove_signal_handler(number)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+
+async def run(server: Server, started: Callable[[], None], signals: Signals) -> None:
+    """Starts the server, calls ``started``, and serves until the first signal; then drains it; a second stops it at
+    once. Raises as ``Server.start``."""
+    await server.start()
+    started()
+    await _first(server.wait(), signals.get())
+    await _first(server.drain(), signals.get())
+    await server.stop()
 
 
 async def _first(*acts: Any) -> None:

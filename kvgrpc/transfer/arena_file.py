@@ -32,7 +32,9 @@ def anonymous_file(size_bytes: int, huge_pages: bool) -> int:
     except OSError as error:
         os.close(fd)
         if huge_pages:
-            sentence = f"the arena's {size_bytes} bytes must be a multiple of the huge page size"
+            sentence = (
+                f"{size_bytes} bytes are no multiple of the system's huge page size (Hugepagesize, /proc/meminfo)"
+            )
         else:
             had = "only 0 bytes could be allocated"
             sentence = f"the arena needs {size_bytes} bytes of shared memory, but {had} ({error.strerror})"

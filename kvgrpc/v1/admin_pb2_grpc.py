@@ -132,6 +132,7 @@ class AdminServiceServicer(object):
 
     def DrainEngine(self, request, context):
         """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
+        That lasts until its last client is gone: a restarted engine is served again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

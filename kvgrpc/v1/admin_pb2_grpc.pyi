@@ -51,7 +51,9 @@ class AdminServiceStub:
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]
-    """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end."""
+    """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
+    That lasts until its last client is gone: a restarted engine is served again.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -73,7 +75,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
     DrainEngine: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]  # type: ignore[assignment]
-    """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end."""
+    """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
+    That lasts until its last client is gone: a restarted engine is served again.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks at and changes the cache as a whole. Needs neither attach nor client id."""
@@ -140,6 +144,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainEngineResponse, _abc.Awaitable[_admin_pb2.DrainEngineResponse]]:
-        """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end."""
+        """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
+        That lasts until its last client is gone: a restarted engine is served again.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,64 @@ def test_it_says_what_it_chose():
     assert said["chunk"] == "64 tokens"
     assert said["threads"] == "3 for copies, 3 for hashing and tiers"
     assert said["reflection"] == "on"
+
+
+def test_a_variable_that_is_nearly_a_setting_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVGRPC_L1SIZE", "1GiB")
+    monkeypatch.setenv("KVGRPC_PORT", "tcp://10.0.0.1:50051")  # as Kubernetes sets it for a Service of this name
+    with serving("--l1-size", "16MiB") as server:
+        said = server.log
+    assert "KVGRPC_L1SIZE is no setting and is ignored; did you mean KVGRPC_L1_SIZE?" in said
+    assert "KVGRPC_PORT" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_it_serves_and_many_after_it_ended_are_no_error(number: signal.Signals):
+    """Whoever sends a second one does not know that it has ended already."""
+    with serving("--l1-size", "16MiB") as server:
+        server.process.send_signal(number)
+        while server.process.poll() is None:
+            if '"stopped"' in server.log:
+                server.process.send_signal(number)
+            time.sleep(0.001)
+        assert server.process.returncode == 0, server.log
+    with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
+        program = (
+            "import os, sys, kvgrpc.app\n"
+            "from kvgrpc.__main__ import main\n"
+            "arena = kvgrpc.app.Arena\n"
+            "def early(*args, **more):\n"
+            f"    os.kill(os.getpid(), {int(number)})\n"
+            "    return arena(*args, **more)\n"
+            "kvgrpc.app.Arena = early\n"
+            f"sys.argv = ['kvgrpc', 'serve', '--socket', '{folder}/s', '--l1-size', '16MiB']\n"
+            "main()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--allow-uid", "-1"], "greater than or equal to 0"),
+        (["--allow-uid", "me"], "'me' is not a whole number"),
+        (["--copy-threads", "2000"], "at most 256"),
+        (["--drain-ms", "9" * 20], "less than or equal to"),
+        (["--page-size", "3"], "at least 4096 bytes"),
+        (["--quota", "a=1GiB", "--quota", "a=2GiB"], "'a' has two quotas"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(flags: list[str], says: str, tmp_path: Path):
+    assert says in refused(*flags, folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_socket_path_that_is_taken_leaves_nothing(kind: str, tmp_path: Path):
+    (tmp_path / "s").mkdir() if kind == "folder" else (tmp_path / "s").touch()
+    assert ("that is a folder" if kind == "folder" else "not a socket") in refused(folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_the_socket_is_this_users_only():

@@ -19,6 +19,7 @@ from kvgrpc.client import Address, parse_address
         ("grpc+unix:///run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
         ("unix:/run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
         ("unix:///run/kvgrpc/kvgrpc.sock", Address("/run/kvgrpc/kvgrpc.sock"), "unix:/run/kvgrpc/kvgrpc.sock"),
+        ("/srv/a%20b/s", Address("/srv/a%20b/s"), "unix:/srv/a%2520b/s"),
         ("unix:/srv/a b/s", Address("/srv/a b/s"), "unix:/srv/a%20b/s"),
         ("unix:/srv/a%20b/s", Address("/srv/a b/s"), "unix:/srv/a%20b/s"),
     ],
@@ -26,7 +27,7 @@ from kvgrpc.client import Address, parse_address
 def test_understood(text: str, address: Address, target: str) -> None:
     assert parse_address(text) == address
     assert address.target == target
-    assert address.is_unix == text.startswith(("unix", "grpc+unix"))
+    assert address.is_unix == text.startswith(("unix", "grpc+unix", "/"))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_understood(text: str, address: Address, target: str) -> None:
         ("grpc://localhost", "host:port"),
         ("grpc://user@localhost:1", "host:port"),
         ("grpc://localhost:1/path", "host:port"),
-        ("/run/kvgrpc.sock", "unix:/path"),
+        ("run/kvgrpc.sock", "unix:/path"),
         ("unix:kvgrpc.sock", "absolute path"),
         ("unix:/", "absolute path"),
         ("unix:", "absolute path"),

@@ -39,7 +39,14 @@ def test_none_until_the_answer_is_there(server: FakeServer, make_scheduler: Make
     assert client.attached
     assert client.chunk_tokens == CHUNK
     assert client.try_lookup("r1", tokens(40), lora="L", cache_salt="S") is None
-    result = answer(client, "r1", tokens(40))
+    found: list[LookupResult] = []
+
+    def answered() -> bool:
+        found.extend(filter(None, [client.try_lookup("r1", tokens(40), lora="L", cache_salt="S")]))
+        return bool(found)
+
+    wait_until(answered)
+    result = found[0]
     assert (result.hit_tokens, result.pinned, result.reason) == (32, True, "")
     assert result.hit_chunks_by_tier == {"l1": 2}
     (request,) = cache.asked("lookup")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from kvgrpc import api
 from kvgrpc.client import AioClient, BreakerSettings, Client
 from kvgrpc.client.aio import cache as wire
 from kvgrpc.client.copies import IN_DOUBT
-from kvgrpc.core.errors import Refusal
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, SpaceRef, TokenRange
 from tests.client.conftest import MakeScheduler, MakeWorker
 from tests.client.fakes import ENGINE, FakeServer, Knobs, wait_until
@@ -85,6 +86,13 @@ def test_flat_block_ids_are_told(server: FakeServer, make_worker: MakeWorker) ->
     assert client.blocks_in_flight() == frozenset()
 
 
+def test_a_reversed_range_is_told(server: FakeServer, make_worker: MakeWorker) -> None:
+    client, reversed_ = make_worker(server.address), TokenRange(32, 0)
+    for future in (client.store(tokens(32), BLOCKS, range=reversed_), client.retrieve(b"j" * 16, reversed_, BLOCKS)):
+        with pytest.raises(ValueError, match="reversed"):
+            future.result(0)
+
+
 @pytest.mark.parametrize("error", [TypeError, ValueError, AttributeError, OverflowError, KeyError, AssertionError])
 def test_no_future_stays_open_whatever_encoding_raises(
     server: FakeServer, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
@@ -118,7 +126,7 @@ def test_a_wrong_range_or_policy_ends_in_the_error(server: FakeServer, make_work
         client.store(tokens(32), BLOCKS, policy=wrong),
         client.retrieve(b"j" * 16, wrong, BLOCKS),
     ):
-        with pytest.raises(AttributeError):
+        with pytest.raises((AttributeError, TypeError)):
             future.result(5)
     assert client.blocks_in_flight() == frozenset()
 
@@ -198,3 +206,35 @@ def test_a_wrong_call_gives_the_trial_of_an_open_breaker_back(
 
     wait_until(mistaken)
     assert client.lookup("r4", tokens(32), timeout_s=2).hit_tokens == 32, "the next caller may try at once"
+
+
+def test_another_question_under_a_request_id_is_the_callers_error(
+    server: FakeServer, make_scheduler: MakeScheduler
+) -> None:
+    """Its answer would be another prompt's, adapter's or tenant's KV."""
+    server.start()
+    client = make_scheduler(server.address)
+    assert client.start(5)
+    assert client.lookup("r1", tokens(64), timeout_s=5).reason == ""
+    others: list[tuple[api.Content, dict[str, Any]]] = [
+        (tokens(64, first=1), {}),
+        (tokens(63), {}),
+        (api.Hashes((b"h" * 32,), 64), {}),
+        (tokens(64), {"lora": "other"}),
+        (tokens(64), {"cache_salt": "other"}),
+    ]
+    for content, more in others:
+        with pytest.raises(ValueError, match="discard it first, or count attempt up"):
+            client.lookup("r1", content, **more)
+        with pytest.raises(ValueError, match="'r1' has been looked up with another"):
+            client.try_lookup("r1", content, **more)
+    client.lookup("r1", tokens(64, first=1), attempt=1, timeout_s=5)
+    client.discard("r1")
+    client.lookup("r1", tokens(63), timeout_s=5)
+
+
+def test_a_start_without_a_server_says_why(folder: Path, make_scheduler: MakeScheduler) -> None:
+    client = make_scheduler(f"unix:{folder}/nobody")
+    assert not client.start(0.1)
+    assert client.problem is not None
+    assert client.problem.reason is Reason.SERVER_UNREACHABLE

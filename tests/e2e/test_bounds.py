@@ -112,7 +112,7 @@ async def test_more_block_ids_than_any_call_needs_are_refused(tmp_path: Path) ->
     async with local_server(tmp_path, message_bytes=16 * MIB) as server:
         engine = await server.engine()
         with pytest.raises(Refusal) as refused:
-            await engine.store(tokens_of(1, CHUNK), [1] * (MIB + 1))
+            await engine.worker.store(engine.store_request(tokens_of(1, CHUNK), [1] * (MIB + 1)))
         assert (refused.value.reason, refused.value.field) == (Reason.INVALID_FIELD, "blocks.ids")
         await engine.store(tokens_of(1, CHUNK), BLOCKS)
 

@@ -135,7 +135,7 @@ async def test_a_server_that_stops_leaves_the_socket_of_its_successor(world: Wor
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from kvgrpc.service.server import Server, ServerOptions, run
+from kvgrpc.service.server import Server, ServerOptions, caught_signals, run
 from kvgrpc.telemetry.log import configure
 from tests.service.fakes import FakeCache
 
@@ -144,7 +144,8 @@ async def main():
     cache = FakeCache()
     cache.hold.update(sys.argv[2:])
     server = Server(ServerOptions(socket=Path(sys.argv[1]), drain_s=20), cache.client, cache)
-    await run(server, lambda: print("ready", flush=True))
+    with caught_signals() as signals:
+        await run(server, lambda: print("ready", flush=True), signals)
     print("ended", flush=True)
 
 asyncio.run(main())
