@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 
 from kvgrpc.bench.engine import BLOCK, CHUNK
@@ -41,7 +42,7 @@ class Core:
         self.book = Bookkeeper(limits, KEYS * PAGE_BYTES)
         self.book.attach(0, "worker", "engine", Role.WORKER, b"s" * 16)
         identity = SpaceIdentity("bench", "", "uint8", 1, "sha256-u32le", "token-major:1:4:1")
-        self._blocks = range(KEYS * CHUNK // BLOCK)
+        self._blocks = array("I", range(KEYS * CHUNK // BLOCK))  # as the wire decodes them
         group = GroupGeometry(BLOCK, len(self._blocks), PAGE_BYTES // (CHUNK // BLOCK))
         size_bytes = KEYS * PAGE_BYTES
         registration = Registration("engine", identity, 0, 0, 1, 1, Geometry((group,)), size_bytes, 1)
@@ -73,7 +74,7 @@ class Core:
     def evict(self) -> None:
         """One object as large as the arena: everything that was stored has to go."""
         index = self.book.index
-        slot = index.reserve(index.space(self.space), KEYS * PAGE_BYTES)
+        (slot,) = index.reserve(index.space(self.space), KEYS * PAGE_BYTES)
         assert isinstance(slot, Slot)
         index.slots.abort(slot)
 

@@ -140,7 +140,7 @@ class Calls:
     def _end(self, call: Call, plan: Plan, now: int) -> None:
         client = call.client
         plan.finish(now)
-        call.results = plan.results()
+        call.results = plan.results
         call.plan = None
         call.ended_ns = now
         client.queue.remove(call)

@@ -39,7 +39,8 @@ def check_blocks(blocks: tuple[Sequence[int], ...], tokens: TokenRange, registra
             text = f"the range needs {needed} blocks of group {at}, {len(ids)} are named"
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
         used = ids[:needed]
-        if used and not 0 <= min(used) <= max(used) < group.num_blocks:
+        unsigned = getattr(used, "typecode", "") == "I"  # as they come; to look for the least would take time
+        if used and not (max(used) < group.num_blocks and (unsigned or min(used) >= 0)):
             text = f"a block id of group {at} is not below num_blocks {group.num_blocks}"
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
 

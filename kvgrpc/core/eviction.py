@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.types import Priority
@@ -51,21 +52,21 @@ class Queue:
         if parking is not None:
             heapq.heappush(self._back, (parking, chunk))
 
-    def oldest(self) -> Chunk | None:
-        """The chunk to go first; None when all are in use."""
+    def take(self) -> Iterator[Chunk]:
+        """Takes chunks out, those to go first first, until all that are left are in use."""
         while self._back:
-            parking, chunk = self._back[0]
+            parking, chunk = heapq.heappop(self._back)
             if self.parked.get(chunk) == parking and not chunk.in_use:
-                return chunk
-            heapq.heappop(self._back)
-        while self.order:
-            chunk = next(iter(self.order))
-            if not chunk.in_use:
-                return chunk
-            del self.order[chunk]
-            self._parkings += 1
-            self.parked[chunk] = self._parkings
-        return None
+                del self.parked[chunk]
+                yield chunk
+        order = self.order
+        while order:
+            chunk, _ = order.popitem(last=False)
+            if chunk.pins or chunk.writes or chunk.holds:
+                self._parkings += 1
+                self.parked[chunk] = self._parkings
+            else:
+                yield chunk
 
 
 class Account:
@@ -84,13 +85,15 @@ class Eviction:
 
     def __init__(self) -> None:
         self.queues: tuple[Queue, ...] = tuple(Queue() for _ in Priority)
+        self.quotas = 0
+        """Tenants that have one."""
 
     def use(self, chunks: Sequence[Chunk], priority: Priority) -> None:
         """A prefix was used just now, by a request of this priority."""
         queues = self.queues
         for chunk in touch_order(chunks):
             if chunk.priority < priority:
-                self.drop(chunk)
+                self.drop((chunk,))
                 chunk.priority = priority
             queue = queues[chunk.priority]
             if queue.parked:
@@ -101,11 +104,13 @@ class Eviction:
             if chunk.account.queues:
                 chunk.account.queues[chunk.priority].use(chunk)
 
-    def drop(self, chunk: Chunk) -> None:
-        """The chunk is gone."""
-        self.queues[chunk.priority].drop(chunk)
-        if chunk.account.queues:
-            chunk.account.queues[chunk.priority].drop(chunk)
+    def drop(self, chunks: Sequence[Chunk]) -> None:
+        """The chunks are gone."""
+        for chunk in chunks:
+            self.queues[chunk.priority].order.pop(chunk, None)
+            self.queues[chunk.priority].parked.pop(chunk, None)
+            if chunk.account.queues:
+                chunk.account.queues[chunk.priority].drop(chunk)
 
     def rest(self, chunk: Chunk) -> None:
         """Nobody uses the chunk any more."""
@@ -115,16 +120,14 @@ class Eviction:
         if chunk.account.queues:
             chunk.account.queues[chunk.priority].rest(chunk)
 
-    def victim(self, account: Account | None = None) -> Chunk | None:
-        """The chunk to go first, of one tenant with a quota or of all; None when nothing may go."""
-        for queue in self.queues if account is None else account.queues:
-            chunk = queue.oldest()
-            if chunk is not None:
-                return chunk
-        return None
+    def take_victims(self, account: Account | None = None) -> Iterator[Chunk]:
+        """Takes out the chunks to go first, of one tenant with a quota or of all. Its caller frees those that it got
+        before anything else is decided."""
+        return chain.from_iterable(queue.take() for queue in (self.queues if account is None else account.queues))
 
     def set_quota(self, account: Account, quota_bytes: int | None) -> None:
         """Gives a tenant a quota or takes it away."""
+        self.quotas += (quota_bytes is not None) - (account.quota_bytes is not None)
         account.quota_bytes = quota_bytes
         if quota_bytes is None:
             account.queues = ()

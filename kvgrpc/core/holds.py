@@ -43,12 +43,25 @@ class Holds:
             fitting.append(chunk)
         return fitting
 
+    def _hold(self, chunk: Chunk) -> None:
+        """One more retention or operator pin keeps the chunk."""
+        if not chunk.holds:
+            self._index.held_bytes += chunk.ready_bytes
+        chunk.holds += 1
+
+    def _unhold(self, chunk: Chunk) -> None:
+        """One less."""
+        chunk.holds -= 1
+        if not chunk.holds:
+            self._index.held_bytes -= chunk.ready_bytes
+            self._index.rest(chunk)
+
     def retain(self, chunks: Iterable[Chunk], until_ns: int) -> None:
         """Keeps as many of a prefix's chunks, heads first, as the budget has room for."""
         for chunk in self._fitting(chunks):
             known_ns = self.retained.get(chunk)
             if known_ns is None:
-                self._index.hold(chunk)
+                self._hold(chunk)
             if known_ns is None or until_ns > known_ns:
                 self.retained[chunk] = until_ns
             if known_ns is None:
@@ -71,7 +84,7 @@ class Holds:
         self.pins[pin_id] = chunks
         heapq.heappush(self._pin_ends, (until_ns, pin_id))
         for chunk in chunks:
-            self._index.hold(chunk)
+            self._hold(chunk)
 
     def unpin(self, pin_id: bytes) -> int:
         """Ends an operator's pin; how many chunks it held. Refuses: PIN_UNKNOWN."""
@@ -81,7 +94,7 @@ class Holds:
         self._pin_ends = [end for end in self._pin_ends if end[1] != pin_id]
         heapq.heapify(self._pin_ends)
         for chunk in chunks:
-            self._index.unhold(chunk)
+            self._unhold(chunk)
         return len(chunks)
 
     def next_end(self) -> int | None:
@@ -98,6 +111,6 @@ class Holds:
                 continue
             heapq.heappop(self._ends)
             if self.retained.pop(chunk, None) is not None:
-                self._index.unhold(chunk)
+                self._unhold(chunk)
         while self._pin_ends and self._pin_ends[0][0] <= now:
             self.unpin(self._pin_ends[0][1])

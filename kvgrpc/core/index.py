@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.eviction import Account, Eviction
 from kvgrpc.core.keys import space_base, space_digest
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot, Slots
-from kvgrpc.core.states import DOOMED, FREE, PINNED, READY, SETTLING, WRITING, SlotState
+from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING
 from kvgrpc.core.types import Cleared, Priority, SpaceIdentity, SpaceRef
 
 
@@ -35,13 +36,13 @@ class Chunk:
     priority: Priority
     """The highest of its uses."""
     slots: dict[int, Slot]
-    ready: int = 0
     writing: int = 0
+    writes: int = 0
+    ready: int = 0
     ready_bytes: int = 0
     complete: bool = False
     """All ranks of the space are ready."""
     pins: int = 0
-    writes: int = 0
     holds: int = 0
 
     @property
@@ -60,6 +61,15 @@ class Table:
     pinned: int = 0
     """Complete chunks that somebody pins."""
     used_bytes: int = 0
+
+    def unknown(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of the keys, up to the first that has a chunk or is there twice, that have none."""
+        unknown: dict[bytes, None] = {}
+        for key in keys:
+            if key in self.chunks or key in unknown:
+                break
+            unknown[key] = None
+        return list(unknown)
 
 
 @dataclass(eq=False, slots=True)
@@ -155,10 +165,7 @@ class Index:
 
     def account(self, cache_salt: str) -> Account:
         """The tenant's, made now if need be."""
-        account = self.accounts.get(cache_salt)
-        if account is None:
-            account = self.accounts[cache_salt] = Account()
-        return account
+        return self.accounts.setdefault(cache_salt, Account())
 
     def _forget_empty_spaces(self) -> None:
         """A running call that names the table of one finds it dead."""
@@ -196,117 +203,126 @@ class Index:
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
         """One less each."""
-        queues = self.eviction.queues
+        matters = self._rest_matters()
         for chunk in chunks:
             chunk.pins -= 1
             if not chunk.pins:
                 table = chunk.table
                 table.pinned -= chunk.complete
                 self.pinned_bytes -= chunk.ready_bytes
-                if not table.live or not chunk.slots or queues[chunk.priority].parked or chunk.account.queues:
-                    self._rest(chunk)  # else that changes nothing, and most of a lookup's time goes here
+                if matters or not table.live or not chunk.slots:
+                    self.rest(chunk)
 
-    def hold(self, chunk: Chunk) -> None:
-        """One more retention or operator pin keeps the chunk."""
-        if not chunk.holds:
-            self.held_bytes += chunk.ready_bytes
-        chunk.holds += 1
+    def end_writes(self, chunks: Sequence[Chunk]) -> None:
+        """One slot less is being filled, or one running store less has a part, in each of them."""
+        matters = self._rest_matters()
+        for chunk in chunks:
+            chunk.writes -= 1
+            if not chunk.writes and (matters or not chunk.table.live or not chunk.slots):
+                self.rest(chunk)
 
-    def unhold(self, chunk: Chunk) -> None:
-        """One less."""
-        chunk.holds -= 1
-        if not chunk.holds:
-            self.held_bytes -= chunk.ready_bytes
-            self._rest(chunk)
+    def _rest_matters(self) -> bool:
+        """Whether ``rest`` does anything for a chunk that stays: mostly not, and it would cost most of a lookup."""
+        return self.eviction.quotas > 0 or any(queue.parked for queue in self.eviction.queues)
 
-    def end_write(self, chunk: Chunk) -> None:
-        """One slot less is being filled, or one running store less has a part in the chunk."""
-        chunk.writes -= 1
-        if not chunk.writes:
-            self._rest(chunk)
-
-    def _rest(self, chunk: Chunk) -> None:
+    def rest(self, chunk: Chunk) -> None:
         """A use ended: what nobody uses may be evicted, or is freed if its table is dead."""
         if chunk.pins or chunk.writes:
             return
         if not chunk.table.live:
             self.free_ready(chunk)
         elif not chunk.slots:
-            self._forget(chunk)
+            self._forget((chunk,))
         elif not chunk.holds:
             self.eviction.rest(chunk)
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
-    def begin_object(self, table: Table, key: bytes, kv_rank: int, slot: Slot, priority: Priority) -> Chunk:
-        """A WRITING slot becomes the object of this chunk and rank; a new chunk gets the priority."""
-        chunk = table.chunks.get(key)
-        if chunk is None:
-            chunk = table.chunks[key] = Chunk(key, table, table.space.account, priority, {})
-        chunk.writes += 1
-        chunk.writing |= 1 << kv_rank
-        chunk.slots[kv_rank] = slot
-        table.used_bytes += slot.taken_bytes
-        chunk.account.used_bytes += slot.taken_bytes
-        return chunk
+    def begin_objects(
+        self, table: Table, keys: Sequence[bytes], kv_rank: int, slots: Sequence[Slot], priority: Priority
+    ) -> list[Chunk]:
+        """WRITING slots become the objects of these chunks and this rank; new chunks get the priority."""
+        bit, account, known, chunks = 1 << kv_rank, table.space.account, table.chunks, list[Chunk]()
+        for key, slot in zip(keys, slots, strict=True):
+            chunk = known.get(key)
+            if chunk is None:
+                chunk = known[key] = Chunk(key, table, account, priority, {})
+            chunk.slots[kv_rank] = slot
+            chunk.writing |= bit
+            chunk.writes += 1
+            chunks.append(chunk)
+            table.used_bytes += slot.taken_bytes
+            account.used_bytes += slot.taken_bytes
+        return chunks
 
-    def commit_object(self, chunk: Chunk, kv_rank: int) -> bool:
-        """The object's bytes are complete: it can be found from now on. False, and freed, when its table is dead.
+    def commit_objects(self, chunks: Sequence[Chunk], kv_rank: int) -> bool:
+        """The bytes of these objects of one table are complete: they can be found from now on. False, and freed, when
+        the table is dead.
 
-        Whoever filled it keeps the chunk in use until its prefix is used, which gives the chunk its place in the order.
+        Whoever filled them keeps the chunks in use until their prefix is used, which gives them their places in the
+        order.
         """
-        slot = chunk.slots[kv_rank]
-        if not may_commit(chunk, slot):
-            self.abort_object(chunk, kv_rank)
+        if chunks and not chunks[0].table.live:
+            for chunk in chunks:
+                self.abort_object(chunk, kv_rank)
             return False
-        chunk.writing &= ~(1 << kv_rank)
-        self.slots.move(slot, READY)
-        chunk.ready |= 1 << kv_rank
-        chunk.ready_bytes += slot.taken_bytes
-        if chunk.pins:
-            self.pinned_bytes += slot.taken_bytes
-        if chunk.holds:
-            self.held_bytes += slot.taken_bytes
-        if chunk.ready == chunk.table.space.facts.all_ranks:
-            chunk.complete = True
-            chunk.table.complete += 1
-            chunk.table.pinned += chunk.pins > 0
-        self.end_write(chunk)
+        slots, bit = [chunk.slots[kv_rank] for chunk in chunks], 1 << kv_rank
+        self.slots.move_all(slots, READY)
+        for chunk, slot in zip(chunks, slots, strict=True):
+            chunk.writing ^= bit
+            chunk.ready |= bit
+            chunk.ready_bytes += slot.taken_bytes
+            if chunk.pins:
+                self.pinned_bytes += slot.taken_bytes
+            if chunk.holds:
+                self.held_bytes += slot.taken_bytes
+            table = chunk.table
+            if chunk.ready == table.space.facts.all_ranks:
+                chunk.complete = True
+                table.complete += 1
+                table.pinned += chunk.pins > 0
+        self.end_writes(chunks)
         return True
 
     def abort_object(self, chunk: Chunk, kv_rank: int) -> None:
         """The object will not be committed. Its memory is free, or settles while its copy is in flight."""
-        chunk.writing &= ~(1 << kv_rank)
-        self.slots.abort(self._take_slot(chunk, kv_rank))
-        self.end_write(chunk)
-
-    def free_ready(self, chunk: Chunk) -> None:
-        """Frees every complete object of a chunk that nobody uses, and forgets the chunk."""
-        chunk.table.complete -= chunk.complete
-        for kv_rank in list(chunk.slots):
-            self.slots.move(self._take_slot(chunk, kv_rank), FREE)
-        if chunk.holds:
-            self.held_bytes -= chunk.ready_bytes
-            self.on_gone(chunk)
-        chunk.ready = chunk.ready_bytes = 0
-        chunk.complete = False
-        self._forget(chunk)
-
-    def _take_slot(self, chunk: Chunk, kv_rank: int) -> Slot:
         slot = chunk.slots.pop(kv_rank)
+        chunk.writing &= ~(1 << kv_rank)
         chunk.table.used_bytes -= slot.taken_bytes
         chunk.account.used_bytes -= slot.taken_bytes
-        return slot
+        self.slots.abort(slot)
+        self.end_writes((chunk,))
 
-    def _forget(self, chunk: Chunk) -> None:
-        self.eviction.drop(chunk)
-        if chunk.table.chunks.get(chunk.key) is chunk:
-            del chunk.table.chunks[chunk.key]
+    def free_ready(self, *chunks: Chunk) -> None:
+        """Frees every complete object of chunks that nobody uses, and forgets the chunks."""
+        slots: list[Slot] = []
+        for chunk in chunks:
+            table = chunk.table
+            for slot in chunk.slots.values():
+                slots.append(slot)
+                table.used_bytes -= slot.taken_bytes
+                chunk.account.used_bytes -= slot.taken_bytes
+            chunk.slots.clear()
+            table.complete -= chunk.complete
+            if chunk.holds:
+                self.held_bytes -= chunk.ready_bytes
+                self.on_gone(chunk)
+            chunk.ready = chunk.ready_bytes = 0
+            chunk.complete = False
+        self._forget(chunks)
+        self.slots.move_all(slots, FREE)
+
+    def _forget(self, chunks: Sequence[Chunk]) -> None:
+        self.eviction.drop(chunks)
+        for chunk in chunks:
+            if chunk.table.chunks.get(chunk.key) is chunk:
+                del chunk.table.chunks[chunk.key]
 
     # ---- room -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, space: Space, size_bytes: int) -> Slot | str:
-        """A WRITING slot, making room if need be; or why not: OBJECT_TOO_LARGE, QUOTA, NO_ROOM, SETTLING_LIMIT."""
+    def reserve(self, space: Space, size_bytes: int, most: int = 1) -> list[Slot] | str:
+        """WRITING slots, at least one and up to ``most``, making room if need be; or why not: OBJECT_TOO_LARGE, QUOTA,
+        NO_ROOM, SETTLING_LIMIT."""
         slots, account, limits = self.slots, space.account, self._ledger.limits
         cost = slots.cost_bytes(size_bytes)
         if cost > slots.total_bytes:
@@ -315,24 +331,32 @@ class Index:
             return "SETTLING_LIMIT"
         turns = limits.victims_per_turn
         if account.quota_bytes is not None:
-            while account.used_bytes + cost > account.quota_bytes:
-                turns -= 1
-                if turns < 0 or cost > account.quota_bytes or not self._evict(account):
+            most = 1
+            while (over := account.used_bytes + cost - account.quota_bytes) > 0:
+                gone = 0 if cost > account.quota_bytes else self._evict(over, turns, account)
+                turns -= gone
+                if not gone:
                     return "QUOTA"
-        while (slot := slots.reserve(size_bytes, cost)) is None:
-            turns -= 1
-            if turns < 0 or not (self.reclaim(1) or self._evict()):
+        while not (reserved := slots.reserve(size_bytes, cost, most)):
+            gone = self.reclaim(min(turns, 1)) or self._evict(slots.lack_bytes(cost, most), turns)
+            turns -= gone
+            if not gone:
                 return "NO_ROOM"
-        return slot
+        return reserved
 
-    def _evict(self, account: Account | None = None) -> bool:
-        """Frees one chunk, of one tenant or of any; False when nothing may go."""
-        victim = self.eviction.victim(account)
-        if victim is None:
-            return False
-        self._ledger.counters["evicted_chunks"] += 1
-        self.free_ready(victim)
-        return True
+    def _evict(self, size_bytes: int, most: int, account: Account | None = None) -> int:
+        """Frees chunks of one tenant or of any until they had so many bytes, or one was small enough to share a page,
+        but at most so many; how many."""
+        victims: list[Chunk] = []
+        for chunk in islice(self.eviction.take_victims(account), most):
+            victims.append(chunk)
+            for slot in chunk.slots.values():
+                size_bytes -= slot.taken_bytes if slot.slab is None or account is not None else size_bytes
+            if size_bytes <= 0:
+                break
+        self._ledger.counters["evicted_chunks"] += len(victims)
+        self.free_ready(*victims)
+        return len(victims)
 
     # ---- Clear ------------------------------------------------------------------------------------------------------
 
@@ -362,7 +386,7 @@ class Index:
         return done
 
     def _doom(self, chunk: Chunk) -> None:
-        self.eviction.drop(chunk)
+        self.eviction.drop((chunk,))
         for slot in chunk.slots.values():
             self.slots.move(slot, DOOMED)
         if chunk.pins:
@@ -371,13 +395,3 @@ class Index:
             self.held_bytes -= chunk.ready_bytes
             self.on_gone(chunk)
         chunk.ready_bytes = 0
-
-
-def may_commit(chunk: Chunk, slot: Slot) -> bool:
-    """Whether a complete object may be found: not after a Clear."""
-    return chunk.table.live and slot.state is WRITING
-
-
-def state_of(chunk: Chunk, slot: Slot) -> SlotState:
-    """A slot's state with PINNED told apart from READY."""
-    return PINNED if slot.state is READY and chunk.pins else slot.state

@@ -68,7 +68,7 @@ def _pinned(plan: Plan) -> list[Chunk]:
 
 def _in_flight(book: Bookkeeper) -> Iterator[Slot]:
     for plan in _plans(book):
-        yield from (flight.slot for flight in plan.flights)
+        yield from plan.flights[2]
     yield from (read.slot for read in book.prefetcher.reads.values())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, count, groupby, pairwise, repeat, starmap
 from typing import ClassVar
 
 from kvgrpc.core import types as t
@@ -25,6 +25,8 @@ SLICE_PIECES = 1024
 """Most pieces of a slice, however small: all of them are reserved, and ended, in one turn of the loop."""
 Known = tuple[Outcome, str]
 """What became of a chunk, and why."""
+Targets = tuple[list[Chunk], list[Slot]]
+"""Chunks that follow each other, and their slots."""
 STORED, RESIDENT, BEING_WRITTEN = (Outcome.STORED, ""), (Outcome.RESIDENT, ""), (Outcome.BEING_WRITTEN, "")
 LOADED, MISSING, CLEARED = (Outcome.LOADED, ""), (Outcome.MISSING, ""), (Outcome.REFUSED, "CLEARED")
 
@@ -38,17 +40,6 @@ class Desk:
     leases: Leases
     jobs: Jobs
     holds: Holds
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A piece in flight: bytes from ``offset`` on of chunk ``at``; ``last`` completes the chunk."""
-
-    at: int
-    chunk: Chunk
-    slot: Slot
-    offset: int
-    last: bool
 
 
 class Plan(ABC):
@@ -75,15 +66,17 @@ class Plan(ABC):
             (array("I", ids[: tokens // size]), size) for ids, size in zip(command.blocks, sizes, strict=True)
         ]
         self.num_blocks = sum(len(ids) for ids, _ in self._blocks)
-        self._zeros = (0,) * len(sizes)
         self._first = first
         self._at: int = first
         self._end = max(first, end)
         self._outcomes: list[Known | None] = [None] * (self._end - first)
-        self._open: tuple[Chunk, Slot] | None = None
         self._offset = 0
-        """Bytes of the open chunk ``_at`` that were ordered in earlier slices."""
-        self.flights: list[Flight] = []
+        """Bytes of the open chunk ``_at`` that were ordered; it is then the only one of its slice."""
+        self._resumed = False
+        """The slice in flight begins inside a chunk."""
+        self._open: Targets = [], []
+        self.flights: tuple[list[int], list[Chunk], list[Slot]] = [], [], []
+        """Places in the prompt, chunks and slots of the slice in flight."""
 
     def touches(self, other: Plan) -> bool:
         """Whether the two calls name a block in common."""
@@ -97,40 +90,46 @@ class Plan(ABC):
     # ---- plan -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _open_next(self) -> tuple[Chunk, Slot] | None:
-        """Moves ``_at`` to the next chunk that needs a copy; None when there is none."""
+    def _open_next(self, most: int) -> Targets:
+        """Moves ``_at`` to the next chunk that needs a copy: this and up to ``most`` - 1 that follow it; empty when
+        there is none."""
 
     def next_slice(self) -> tuple[t.Piece, ...]:
         """Pieces of the next slice; empty when nothing is left to copy."""
         room, size = self._desk.ledger.limits.slice_bytes, self._object_bytes
         pieces: list[t.Piece] = []
-        while room > 0 and len(pieces) < SLICE_PIECES:
+        places, chunks, slots = self.flights
+        self._resumed = self._offset > 0
+        while room > 0 and len(pieces) < SLICE_PIECES and not (pieces and size > room):
             if not self._offset:
-                if pieces and size > room:
-                    break
-                self._open = self._open_next()
-            if self._open is None:
+                self._open = self._open_next(min(max(room // size, 1), SLICE_PIECES - len(pieces)))
+            count, until = len(self._open[0]), min(self._offset + room, size)
+            if not count:
                 break
-            chunk, slot = self._open
-            until = min(self._offset + room, size)
-            pieces.append(self._piece(slot, until))
-            self.flights.append(Flight(self._at, chunk, slot, self._offset, until == size))
-            room -= until - self._offset
+            pieces += self._pieces(self._open[1], until)
+            places += range(self._at, self._at + count)
+            chunks += self._open[0]
+            slots += self._open[1]
+            room -= (until - self._offset) * count
             self._offset = until
             if until == size:
-                self._at, self._offset = self._at + 1, 0
+                self._at, self._offset = self._at + count, 0
         return tuple(pieces)
 
-    def _piece(self, slot: Slot, until: int) -> t.Piece:
-        """The part of the open chunk that lies in the range, cut to bytes [``_offset``, ``until``)."""
-        base, first = self._at * self._chunk_tokens - self._range.start, self._zeros
-        start, end = base, base + self._chunk_tokens
-        if start < 0:
-            start, first = 0, tuple([-base // size for _, size in self._blocks])
-        if self._at == self._end - 1:
-            end = min(end, self._range.end - self._range.start)
-        ids = tuple([ids[start // size : end // size] for ids, size in self._blocks])
-        return t.Piece(self._at, slot.extents, (self._offset, until), first, ids)
+    def _pieces(self, slots: list[Slot], until: int) -> Iterable[t.Piece]:
+        """The parts of chunks from ``_at`` on that lie in the range, cut to bytes [``_offset``, ``until``)."""
+        first: list[int] = []
+        columns: list[list[array[int]]] = []
+        for ids, size in self._blocks:
+            step = self._chunk_tokens // size
+            start = (self._at * self._chunk_tokens - self._range.start) // size
+            ends = range(start + step, start + step * len(slots) + 1, step)
+            columns.append([ids[begin:end] for begin, end in pairwise((max(start, 0), *ends))])
+            first.append(max(-start, 0))
+        extents = [slot.extents for slot in slots]
+        span, firsts = repeat((self._offset, until)), chain((tuple(first),), repeat((0,) * len(first)))
+        fields = zip(count(self._at), extents, span, firsts, zip(*columns, strict=True), strict=False)
+        return starmap(t.Piece, fields)
 
     # ---- report -----------------------------------------------------------------------------------------------------
 
@@ -155,8 +154,9 @@ class Plan(ABC):
     def finish(self, now: int) -> None:
         """The call has ended: lets go of its chunks."""
 
+    @cached_property
     def results(self) -> tuple[t.ChunkResult, ...]:
-        """All outcomes, run-length coded."""
+        """All outcomes, run-length coded; to be asked for when the call has ended."""
         results: list[t.ChunkResult] = []
         at = self._first
         for known, run in groupby(self._outcomes):
@@ -188,87 +188,90 @@ class StorePlan(Plan):
         self._refusal = ""
         self.held: list[Chunk] | None = None
 
-    def _open_next(self) -> tuple[Chunk, Slot] | None:
+    def _open_next(self, most: int) -> Targets:
         if self.held is None:
             self.held = []
             for key in self._keys[: self._first - self._first_key] if self._table.live else ():
                 if (chunk := self._table.chunks.get(key)) is not None:
-                    self._hold(chunk, self.held)
+                    self._hold((chunk,), self.held)
         while self._at < self._end:
-            opened = self._reserve(self._keys[self._at - self._first_key], self.held)
+            opened = self._reserve(most, self.held)
             if opened is not None:
                 return opened
             self._at += 1
-        return None
+        return [], []
 
-    def _reserve(self, key: bytes, held: list[Chunk]) -> tuple[Chunk, Slot] | None:
-        """A slot for the chunk at hand; None when it needs none or gets none, and its outcome is known."""
-        index = self._desk.index
+    def _reserve(self, most: int, held: list[Chunk]) -> Targets | None:
+        """Slots for the chunk at hand, and for those that follow it if they are all new; None when it needs none or
+        gets none, and its outcome is known."""
+        index, table, rank = self._desk.index, self._table, self._kv_rank
         if self._policy.no_store:
             return self._set(self._at, (Outcome.REFUSED, "NO_STORE"))
-        if self._cleared or not self._table.live:
+        if self._cleared or not table.live:
             return self._set(self._at, CLEARED)
-        chunk = self._table.chunks.get(key)
+        place = self._at - self._first_key
+        chunk = table.chunks.get(self._keys[place])
         if chunk is not None:
-            if chunk.writing >> self._kv_rank & 1:
+            if chunk.writing >> rank & 1:
                 return self._set(self._at, BEING_WRITTEN)
-            self._hold(chunk, held)  # or making room might evict what other ranks have of it
-            if chunk.ready >> self._kv_rank & 1:
+            self._hold((chunk,), held)  # or making room might evict what other ranks have of it
+            if chunk.ready >> rank & 1:
                 return self._set(self._at, RESIDENT)
-        slot = self._refusal or index.reserve(self._space, self._object_bytes)
-        if isinstance(slot, str):
-            self._refusal = slot
-            return self._set(self._at, (Outcome.REFUSED, slot))
-        fresh = chunk is None
-        chunk = index.begin_object(self._table, key, self._kv_rank, slot, self._policy.priority)
-        if fresh:
-            self._hold(chunk, held)
-        return chunk, slot
+        if self._refusal:
+            return self._set(self._at, (Outcome.REFUSED, self._refusal))
+        last = min(place + most, self._end - self._first_key) if chunk is None else place + 1
+        keys = table.unknown(self._keys[place:last]) if chunk is None else self._keys[place:last]
+        slots = index.reserve(self._space, self._object_bytes, len(keys))
+        if isinstance(slots, str):
+            self._refusal = slots
+            return self._set(self._at, (Outcome.REFUSED, slots))
+        chunks = index.begin_objects(table, keys[: len(slots)], rank, slots, self._policy.priority)
+        if chunk is None:
+            self._hold(chunks, held)
+        return chunks, slots
 
-    def _hold(self, chunk: Chunk, held: list[Chunk]) -> None:
-        chunk.writes += 1
-        held.append(chunk)
+    def _hold(self, chunks: Sequence[Chunk], held: list[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.writes += 1
+        held += chunks
 
     def next_slice(self) -> tuple[t.Piece, ...]:
         """As for every plan; the slots are reserved now."""
         pieces = super().next_slice()
-        for flight in self.flights:
-            flight.slot.in_flight = True
+        for slot in self.flights[2]:
+            slot.in_flight = True
         return pieces
 
     def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Commits what was copied."""
-        flights, self.flights = self.flights, []
-        for flight in flights:
-            self._desk.index.slots.settled(flight.slot)
+        (places, chunks, slots), self.flights = self.flights, ([], [], [])
+        self._desk.index.slots.settled(slots)
         if discard:
             return False
-        for flight in flights[: report.completed]:
-            if flight.last:
-                if self._desk.index.commit_object(flight.chunk, self._kv_rank):
-                    self._set(flight.at, STORED)
-                else:
-                    self._set(flight.at, CLEARED)
-        if report.completed >= len(flights):
+        copied = report.completed
+        done = 0 if self._offset else copied
+        known = STORED if self._desk.index.commit_objects(chunks[:done], self._kv_rank) else CLEARED
+        for at in places[:done]:
+            self._outcomes[at - self._first] = known
+        if copied >= len(places):
             return True
-        self._set(flights[report.completed].at, (Outcome.TORN if report.torn else Outcome.FAILED, report.reason))
-        for flight in flights[report.completed :]:
-            self._abort(flight.chunk, flight.slot)
+        self._set(places[copied], (Outcome.TORN if report.torn else Outcome.FAILED, report.reason))
+        self._abort(chunks[copied:], slots[copied:])
         self.stop(AFTER_FAILURE)
         return False
 
-    def _abort(self, chunk: Chunk, slot: Slot) -> None:
-        if chunk.slots.get(self._kv_rank) is slot:
-            self._desk.index.abort_object(chunk, self._kv_rank)
+    def _abort(self, chunks: list[Chunk], slots: list[Slot]) -> None:
+        for chunk, slot in zip(chunks, slots, strict=True):
+            if chunk.slots.get(self._kv_rank) is slot:
+                self._desk.index.abort_object(chunk, self._kv_rank)
 
     def abandon(self) -> None:
         """What the slice in flight fills settles."""
-        for flight in self.flights:
-            self._abort(flight.chunk, flight.slot)
+        self._abort(*self.flights[1:])
 
     def stop(self, reason: str) -> None:
         """As for every plan; a chunk that was filled in part is given up."""
-        if self._offset and self._open is not None:
+        if self._offset:
             self._abort(*self._open)
         super().stop(reason)
 
@@ -279,11 +282,10 @@ class StorePlan(Plan):
         index.use(table, keys, self._policy.priority)
         if self._policy.retention_ns and table.live:
             self._retain(now, keys)
-        for chunk in self.held or ():
-            index.end_write(chunk)
+        index.end_writes(self.held or ())
         self.held = None
         counters = self._desk.ledger.counters
-        for result in self.results():
+        for result in self.results:
             if result.outcome is Outcome.STORED:
                 counters["stored_chunks"] += result.count
             elif result.outcome is Outcome.REFUSED:
@@ -317,13 +319,12 @@ class RetrievePlan(Plan):
         self._bit = bit
         self.pinned: list[Chunk] | None = None
 
-    def _open_next(self) -> tuple[Chunk, Slot] | None:
+    def _open_next(self, most: int) -> Targets:
         if self.pinned is None:
             self.pinned = self._pin_resident()
-        place = self._at - self._first
-        if place < len(self.pinned):
-            return self.pinned[place], self.pinned[place].slots[self._kv_rank]
-        return None
+        place, rank = self._at - self._first, self._kv_rank
+        chunks = self.pinned[place : place + most]
+        return chunks, [chunk.slots[rank] for chunk in chunks]
 
     def _pin_resident(self) -> list[Chunk]:
         """Pins the prefix of the range that is there now."""
@@ -358,17 +359,15 @@ class RetrievePlan(Plan):
 
     def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Takes loaded chunks off the reader."""
-        flights, self.flights = self.flights, []
-        for flight in flights[: report.completed]:
-            if flight.last:
-                finish_read(self._desk.leases, self._job, flight.at, self._bit)
-                self._set(flight.at, LOADED)
+        (places, _, _), self.flights = self.flights, ([], [], [])
+        for at in places[: 0 if self._offset else report.completed]:
+            finish_read(self._desk.leases, self._job, at, self._bit)
+            self._set(at, LOADED)
         self._desk.jobs.unpinned(self._job, now)
-        if report.completed >= len(flights):
+        if report.completed >= len(places):
             return True
-        broken = flights[report.completed]
-        torn = report.torn or broken.offset > 0
-        self._set(broken.at, (Outcome.TORN if torn else Outcome.FAILED, report.reason))
+        torn = report.torn or (self._resumed and not report.completed)
+        self._set(places[report.completed], (Outcome.TORN if torn else Outcome.FAILED, report.reason))
         self._offset = 0
         self.stop(AFTER_FAILURE)
         return False

@@ -154,14 +154,15 @@ class Prefetcher:
         tier, name = where[at, rank]
         index, limits = self._index, self._ledger.limits
         reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
-        slot: Slot | str = LIMIT
+        slots: list[Slot] | str = LIMIT
         if reading <= index.slots.total_bytes * limits.prefetch_share and self._leases.fits([], reading):
-            slot = index.reserve(job.space, name.size_bytes)
-        if isinstance(slot, str):
+            slots = index.reserve(job.space, name.size_bytes)
+        if isinstance(slots, str):
             prefetch.limited_by = LIMIT
             return None
+        (slot,) = slots
         slot.in_flight = True
-        chunk = index.begin_object(job.table, job.keys[at], rank, slot, job.priority)
+        (chunk,) = index.begin_objects(job.table, (job.keys[at],), rank, slots, job.priority)
         read = Read(self._ledger.next_id(), tier, chunk, rank, slot)
         self.reads[read.read_id] = self._by_slot[slot] = read
         self.reading_bytes = reading
@@ -175,10 +176,10 @@ class Prefetcher:
         read = self.reads.pop(read_id)
         del self._by_slot[read.slot]
         self.reading_bytes -= read.slot.taken_bytes
-        self._index.slots.settled(read.slot)
+        self._index.slots.settled((read.slot,))
         committed = False
         if read.jobs and ok:
-            committed = self._index.commit_object(read.chunk, read.kv_rank)
+            committed = self._index.commit_objects((read.chunk,), read.kv_rank)
         elif read.jobs:
             self._index.abort_object(read.chunk, read.kv_rank)
         counter = "prefetched_objects" if committed else "failed_reads" if read.jobs else "cancelled_reads"

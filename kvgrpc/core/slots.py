@@ -9,6 +9,7 @@ neighbours. Bytes are accounted by state as allocated, so that the states always
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvgrpc.core.states import FREE, SETTLING, TRANSITIONS, WRITING, SlotState
@@ -35,17 +36,18 @@ class _Slab:
 
     __slots__ = ("free", "page", "places", "size_bytes")
 
-    def __init__(self, page: int, page_bytes: int, size_bytes: int) -> None:
+    def __init__(self, page: Extent, size_bytes: int) -> None:
         self.page = page
         self.size_bytes = size_bytes
-        self.places = page_bytes // size_bytes
-        self.free = [page * page_bytes + at * size_bytes for at in range(self.places)]
+        self.places = page[1] // size_bytes
+        self.free = [page[0] + at * size_bytes for at in range(self.places)]
 
 
 class _Pages:
     """Runs of free pages: (first page, count)."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
         self.free = 0
         self._length_of: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}
@@ -70,33 +72,54 @@ class _Pages:
             del self._lengths[bisect_left(self._lengths, length)]
         return length
 
-    def take(self, count: int) -> list[Extent] | None:
-        """Runs that add up to ``count`` pages: one if any is long enough, else the longest first; None if there are
-        not enough pages."""
-        if count > self.free:
-            return None
-        self.free -= count
-        out: list[Extent] = []
-        while count:
-            at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
-            start = next(iter(self._starts[self._lengths[at]]))
-            length = self._remove(start)
-            if length > count:
-                self._add(start + count, length - count)
-            out.append((start, min(length, count)))
-            count -= out[-1][1]
-        return out
+    def take(self, count: int, most: int = 1) -> list[tuple[Extent, ...]]:
+        """Extents of ``count`` pages each, up to ``most`` times: one run if any is long enough, else the longest first;
+        fewer times only if there are not enough pages."""
+        most, size = min(most, self.free // count), self._page_bytes
+        self.free -= most * count
+        taken: list[tuple[Extent, ...]] = []
+        while len(taken) < most:
+            if self._lengths[-1] >= count:
+                start, used = self._cut(count, most - len(taken))
+                taken += [((first * size, count * size),) for first in range(start, start + used, count)]
+                continue
+            parts, left = list[Extent](), count
+            while left:
+                start, used = self._cut(min(left, self._lengths[-1]), 1)
+                parts.append((start * size, used * size))
+                left -= used
+            taken.append(tuple(parts))
+        return taken
 
-    def give(self, start: int, count: int) -> None:
-        """Takes a run back and merges it with its neighbours."""
-        self.free += count
-        before = self._start_of_end.get(start)
-        if before is not None:
-            count += self._remove(before)
-            start = before
-        if start + count in self._length_of:
-            count += self._remove(start + count)
-        self._add(start, count)
+    def _cut(self, count: int, most: int) -> Extent:
+        """Up to ``most`` times ``count`` pages of the shortest run that has as many once."""
+        start = next(iter(self._starts[self._lengths[bisect_left(self._lengths, count)]]))
+        length = self._remove(start)
+        used = min(length // count, most) * count
+        if used < length:
+            self._add(start + used, length - used)
+        return start, used
+
+    def give(self, extents: Iterable[Extent]) -> None:
+        """Takes them back; what touches becomes one run, also with what is free."""
+        runs: list[Extent] = []
+        start = end = -1
+        for offset, length in sorted(extents):
+            if offset != end:
+                start = offset
+                runs.append((start, 0))
+            end = offset + length
+            runs[-1] = (start, end - start)
+        for offset, length in runs:
+            start, count = offset // self._page_bytes, length // self._page_bytes
+            self.free += count
+            before = self._start_of_end.get(start)
+            if before is not None:
+                count += self._remove(before)
+                start = before
+            if start + count in self._length_of:
+                count += self._remove(start + count)
+            self._add(start, count)
 
     def runs(self) -> list[Extent]:
         """All free runs, in order."""
@@ -109,7 +132,7 @@ class Slots:
     def __init__(self, arena_bytes: int, page_bytes: int) -> None:
         self.page_bytes = page_bytes
         self.total_bytes = 0
-        self.pages = _Pages()
+        self.pages = _Pages(page_bytes)
         self.bytes_by_state = dict.fromkeys(SlotState, 0)
         """PINNED stays 0 here: its bytes are a part of READY, counted by the index."""
         self._slabs: dict[int, dict[_Slab, None]] = {}
@@ -120,7 +143,7 @@ class Slots:
         """More of the arena is there."""
         first, count = self.total_bytes // self.page_bytes, arena_bytes // self.page_bytes
         if count > first:
-            self.pages.give(first, count - first)
+            self.pages.give(((self.total_bytes, (count - first) * self.page_bytes),))
             self.bytes_by_state[FREE] += (count - first) * self.page_bytes
             self.total_bytes = count * self.page_bytes
 
@@ -129,19 +152,21 @@ class Slots:
         rounded = -(-size_bytes // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
         return rounded if rounded * 2 <= self.page_bytes else -(-size_bytes // self.page_bytes) * self.page_bytes
 
-    def reserve(self, size_bytes: int, cost: int) -> Slot | None:
-        """A WRITING slot that takes ``cost_bytes(size_bytes)``, or None when there is no room: evict something and try
-        again."""
-        size = self.page_bytes
-        if cost * 2 <= size:
-            slot = self._from_slab(size_bytes, cost)
+    def lack_bytes(self, cost: int, most: int) -> int:
+        """What has to be freed for so many; for those that share a page, something."""
+        return cost * most - self.pages.free * self.page_bytes if cost * 2 > self.page_bytes else 1
+
+    def reserve(self, size_bytes: int, cost: int, most: int = 1) -> list[Slot]:
+        """WRITING slots that take ``cost_bytes(size_bytes)`` each, up to ``most``, as many as there is room for."""
+        slots: list[Slot] = []
+        if cost * 2 <= self.page_bytes:
+            while len(slots) < most and (slot := self._from_slab(size_bytes, cost)) is not None:
+                slots.append(slot)
         else:
-            pages = self.pages.take(cost // size)
-            extents = None if pages is None else tuple((start * size, count * size) for start, count in pages)
-            slot = None if extents is None else Slot(size_bytes, cost, extents)
-        if slot is not None:
-            self.move(slot, WRITING)
-        return slot
+            taken = self.pages.take(cost // self.page_bytes, most)
+            slots = [Slot(size_bytes, cost, extents) for extents in taken]
+        self.move_all(slots, WRITING)
+        return slots
 
     def _from_slab(self, size_bytes: int, cost: int) -> Slot | None:
         slabs = self._slabs.get(cost)
@@ -149,9 +174,9 @@ class Slots:
             slab = next(iter(slabs))
         else:
             pages = self.pages.take(1)
-            if pages is None:
+            if not pages:
                 return None
-            slab = _Slab(pages[0][0], self.page_bytes, cost)
+            slab = _Slab(pages[0][0], cost)
             slabs = self._slabs[cost] = {slab: None}
         offset = slab.free.pop()
         if not slab.free:
@@ -160,34 +185,47 @@ class Slots:
 
     def move(self, slot: Slot, state: SlotState) -> None:
         """Changes a slot's state along the table."""
-        assert (slot.state, state) in TRANSITIONS, f"{slot.state} -> {state}"
-        self.bytes_by_state[slot.state] -= slot.taken_bytes
-        self.bytes_by_state[state] += slot.taken_bytes
-        slot.state = state
+        self.move_all((slot,), state)
+
+    def move_all(self, slots: Sequence[Slot], state: SlotState) -> None:
+        """Changes the state of slots that are all in one."""
+        if not slots:
+            return
+        before, taken_bytes = slots[0].state, 0
+        assert (before, state) in TRANSITIONS, f"{before} -> {state}"
+        for slot in slots:
+            assert slot.state is before
+            slot.state = state
+            taken_bytes += slot.taken_bytes
+        self.bytes_by_state[before] -= taken_bytes
+        self.bytes_by_state[state] += taken_bytes
         if state is FREE:
-            self._give_back(slot)
+            self._give_back(slots)
 
     def abort(self, slot: Slot) -> None:
         """Ends the writing of a slot that will not be committed: its memory is free now, or settles while a copy is in
         flight; ``settled`` ends that."""
         self.move(slot, SETTLING if slot.in_flight else FREE)
 
-    def settled(self, slot: Slot) -> None:
-        """The copy that filled this slot has been reported."""
-        slot.in_flight = False
-        if slot.state is SETTLING:
-            self.move(slot, FREE)
+    def settled(self, slots: Iterable[Slot]) -> None:
+        """The copy that filled these slots has been reported."""
+        for slot in slots:
+            slot.in_flight = False
+            if slot.state is SETTLING:
+                self.move(slot, FREE)
 
-    def _give_back(self, slot: Slot) -> None:
-        slab = slot.slab
-        if slab is None:
-            for start, length in slot.extents:
-                self.pages.give(start // self.page_bytes, length // self.page_bytes)
-            return
-        slab.free.append(slot.extents[0][0])
-        slabs = self._slabs.setdefault(slab.size_bytes, {})
-        if len(slab.free) < slab.places:
-            slabs[slab] = None
-        else:
-            slabs.pop(slab, None)
-            self.pages.give(slab.page, 1)
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        extents: list[Extent] = []
+        for slot in slots:
+            slab = slot.slab
+            if slab is None:
+                extents += slot.extents
+                continue
+            slab.free.append(slot.extents[0][0])
+            slabs = self._slabs.setdefault(slab.size_bytes, {})
+            if len(slab.free) < slab.places:
+                slabs[slab] = None
+            else:
+                slabs.pop(slab, None)
+                extents.append(slab.page)
+        self.pages.give(extents)

@@ -13,8 +13,8 @@ touching it, and only evidence ends that: a copy that was launched goes on whate
               (or the end of the copy that fills it) frees it.
     SETTLING  whoever filled it is gone, but the copy may still be writing. Only the report of that copy frees it.
 
-Pins are kept by chunk, so PINNED is not stored in the slot: a READY slot of a chunk with pins is PINNED
-(``kvgrpc.core.index.state_of``). All other states are stored, and change only along this table.
+Pins are kept by chunk, so PINNED is not stored in the slot: a READY slot of a chunk with pins is PINNED. All
+other states are stored, and change only along this table.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdminService over the operator's interface: decode, await, encode. Refusals pass through to the interceptor."""
+"""AdminService over the operator's interface: decode, await, encode. Refusals pass through to the guard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KvCacheService and EngineService over the cache interface: decode, await, encode. Refusals are the interceptor's."""
+"""KvCacheService and EngineService over the cache interface: decode, await, encode. Refusals are the guard's."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ FACTOR = 2.0
 LOOSE = {
     # name: (factor, why it is not 2)
     "core/lookup and release": (6, "absolute time: 1.2 when alone, and what shares the core is paid for too"),
-    "core/reserve and commit": (40, "absolute time: 10 to 17 when alone; a piece, a slot and a chunk are objects each"),
-    "core/evict": (30, "absolute time: 4 to 6 when alone; it frees slot by slot"),
+    "core/reserve and commit": (20, "absolute time: 3.5 to 5 when alone; a piece, a slot and a chunk are objects each"),
+    "core/evict": (10, "absolute time: 1.3 to 2 when alone; it frees slot by slot"),
     "imports/client": (5, "absolute time of a process that starts among others"),
     "start/until SERVING with 4GiB": (
         8,

@@ -16,8 +16,7 @@ PAGE = 4096
 
 
 def reserve(slots: Slots, size_bytes: int) -> Slot:
-    slot = slots.reserve(size_bytes, slots.cost_bytes(size_bytes))
-    assert slot is not None
+    (slot,) = slots.reserve(size_bytes, slots.cost_bytes(size_bytes))
     return slot
 
 
@@ -57,7 +56,7 @@ def test_an_object_is_spread_when_no_run_is_long_enough():
     held = [reserve(slots, PAGE) for _ in range(6)]
     for at in (0, 2, 4):
         free(slots, held[at])
-    assert slots.reserve(4 * PAGE, 4 * PAGE) is None
+    assert not slots.reserve(4 * PAGE, 4 * PAGE)
     spread = reserve(slots, 3 * PAGE)
     assert sorted(spread.extents) == [(0, PAGE), (2 * PAGE, PAGE), (4 * PAGE, PAGE)]
     free(slots, spread)
@@ -73,7 +72,7 @@ def test_small_objects_share_a_page_by_size():
     assert slots.pages.free == 1
     reserve(slots, 100)
     assert slots.pages.free == 0, "another size has a page of its own"
-    assert slots.reserve(1000, 1024) is None
+    assert not slots.reserve(1000, 1024)
     free(slots, small[0])
     assert reserve(slots, 1000).extents == small[0].extents
 
@@ -82,7 +81,7 @@ def test_a_page_of_small_objects_goes_back_with_its_last():
     slots = Slots(PAGE, PAGE)
     small = [reserve(slots, 1024) for _ in range(4)]
     for slot in small:
-        assert slots.reserve(PAGE, PAGE) is None
+        assert not slots.reserve(PAGE, PAGE)
         free(slots, slot)
     assert reserve(slots, PAGE).extents == ((0, PAGE),)
 
@@ -122,7 +121,7 @@ def test_an_abort_frees_or_settles():
     slots.abort(busy)
     assert (idle.state, busy.state) == (SlotState.FREE, SlotState.SETTLING)
     assert slots.pages.free == 3, "a settling slot keeps its memory"
-    slots.settled(busy)
+    slots.settled((busy,))
     assert busy.state is SlotState.FREE
     assert slots.pages.free == 4
 
@@ -131,7 +130,7 @@ def test_a_finished_copy_alone_changes_no_state():
     slots = Slots(4 * PAGE, PAGE)
     slot = reserve(slots, PAGE)
     slot.in_flight = True
-    slots.settled(slot)
+    slots.settled((slot,))
     assert (slot.state, slot.in_flight) == (SlotState.WRITING, False)
 
 
@@ -149,8 +148,10 @@ def test_nobody_shares_a_byte_and_nothing_leaks(num_pages: int, steps: list[tupl
     live: list[Slot] = []
     for adds, size_bytes, pick in steps:
         if adds or not live:
-            slot = slots.reserve(size_bytes, slots.cost_bytes(size_bytes))
-            if slot is None:
+            most = 1 + pick % 4
+            reserved = slots.reserve(size_bytes, slots.cost_bytes(size_bytes), most)
+            live += reserved
+            if len(reserved) < most:
                 used = {
                     offset // PAGE + at
                     for s in live
@@ -158,8 +159,6 @@ def test_nobody_shares_a_byte_and_nothing_leaks(num_pages: int, steps: list[tupl
                     for at in range(-(-length // PAGE))
                 }
                 assert num_pages - len(used) < -(-size_bytes // PAGE), "refused though there are free pages"
-                continue
-            live.append(slot)
         else:
             free(slots, live.pop(pick % len(live)))
         taken = sorted(extent for slot in live for extent in slot.extents)

@@ -7,7 +7,9 @@ import pytest
 
 from kvgrpc.core import types as t
 from kvgrpc.core.types import Policy, SliceReport
+from tests.core import engine
 from tests.core.desk import BLOCK, CHUNK, OBJECT, Desk, EngineDesk, block_ids
+from tests.core.engine import key_of
 
 FAILED = SliceReport(0, "MEMORY_GONE")
 TORN = SliceReport(0, "MEMORY_GONE", torn=True)
@@ -129,6 +131,44 @@ def test_a_store_evicts_others_for_itself_slice_by_slice():
     e.store("b", 8)
     desk.run_copies()
     assert (e.ended(), e.hits("a", 6), e.hits("b", 8)) == ("8 STORED", 0, 8)
+
+
+def test_new_chunks_between_those_that_are_there_go_into_one_slice(monkeypatch: pytest.MonkeyPatch):
+    """What follows each other and is new is opened at once."""
+    monkeypatch.setattr(engine, "key_of", lambda prompt, at: key_of("abbaa"[at] if prompt == "mixed" else prompt, at))
+    desk, e = held()
+    e.store("a", 5)
+    desk.run_copies()
+    e.store("mixed", 5)
+    assert pieces(desk) == [1, 2]
+    desk.run_copies()
+    assert e.ended() == "1 RESIDENT, 2 STORED, 2 RESIDENT"
+
+
+def test_a_key_that_a_store_names_twice_is_written_once():
+    desk, e = held()
+    keys = [key_of("a", at) for at in (0, 1, 0, 2)]
+    content = t.ChunkKeys(keys, 4 * CHUNK)
+    command = t.StoreCommand(e.engine_id, 1, e.space, content, t.TokenRange(0, 4 * CHUNK), (range(4 * CHUNK // BLOCK),))
+    assert desk.book.store(0, e.worker(0), command) is None
+    desk.step()
+    assert pieces(desk) == [0, 1, 3]
+    assert desk.states() == "61 free, 3 writing"
+    desk.run_copies()
+    results = desk.book.store(0, e.worker(0), command)
+    assert results is not None
+    assert [(r.count, r.outcome.name) for r in results] == [(2, "STORED"), (1, "BEING_WRITTEN"), (1, "STORED")]
+
+
+def test_a_store_evicts_no_more_than_it_needs_and_the_oldest_first():
+    desk, e = held(chunks=16)
+    for prompt in "abc":
+        e.store(prompt, 4)
+        desk.run_copies()
+    e.store("d", 9)
+    desk.run_copies()
+    assert (e.hits("a"), e.hits("b"), e.hits("c")) == (0, 3, 4), "tails first"
+    assert desk.book.counters["evicted_chunks"] == 5
 
 
 def test_no_store_takes_nothing():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interceptor's checks: client id, deadlines, cancellation, request id, limits, logs."""
+"""The guard's checks: client id, deadlines, cancellation, request id, limits, logs."""
 
 from __future__ import annotations
 

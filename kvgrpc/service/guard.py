@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interceptor: request id, checks, default deadline, rich errors and a log line for every call of our services.
+"""What stands before our services: request id, checks, default deadline, rich errors and a log line for every call.
 
-Each check is a function of the call that raises a Refusal. Health and reflection pass untouched. A deadline, a cancel
-by the peer and the peer's end all reach the servicer as ``asyncio.CancelledError``.
+Each check is a function of the call that raises a Refusal. Health and reflection have handlers of their own and pass
+untouched. A deadline, a cancel by the peer and the peer's end all reach the servicer as ``asyncio.CancelledError``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -96,12 +96,17 @@ def check_running_bytes(traffic: Traffic, most: int, rule: Rule, size_bytes: int
         )
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every method that has a rule. Used on the server's event loop only."""
+class CallGuard(grpc.GenericRpcHandler):
+    """Finds the methods that have a rule and wraps each call of them. Used on the server's event loop only.
+
+    Not a ``grpc.aio.ServerInterceptor``: with one, gRPC runs more coroutines for every call, those of health and
+    reflection too. The generated code adds its services to this instead of to the server.
+    """
 
     def __init__(self, traffic: Traffic, limits: CallLimits, checks: Sequence[Check] = ()) -> None:
         self._traffic = traffic
         self._limits = limits
+        self._methods: dict[str, tuple[Rule, _Method]] = {}
         self._log = logger("service").bind()  # bound once: a debug line that is not wanted then costs nothing
         self._checks: tuple[Check, ...] = (
             check_client_id,
@@ -110,15 +115,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             *checks,
         )
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Method | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Method | None:
-        method = await continuation(handler_call_details)
-        rule = RULES.get(handler_call_details.method)
-        if method is None or rule is None:
-            return method
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Asked for by generated code, which names the same methods once more below."""
+
+    def add_registered_method_handlers(self, service: str, methods: Mapping[str, _Method]) -> None:
+        """Takes the methods of a service; each must have a rule."""
+        for name, method in methods.items():
+            path = f"/{service}/{name}"
+            self._methods[path] = RULES[path], method
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Method | None:
+        """One call's handler; None for a method that is not ours."""
+        found = self._methods.get(handler_call_details.method)
+        if found is None:
+            return None
+        rule, method = found
         call = read_call(handler_call_details.method, rule, handler_call_details.invocation_metadata)
         if method.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
@@ -137,6 +148,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             servicer: Any = method.unary_unary
             answering: Awaitable[Any] = servicer(request, context)
             del request  # so that a call that waits keeps only what the servicer still needs
+            if deadline_s is None:
+                return await answering
             async with Deadline(deadline_s):
                 return await answering
 
