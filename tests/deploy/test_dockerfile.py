@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Dockerfile, as far as it goes without a container runtime: linted, and its steps done in folders here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+
+from kvgrpc import __version__
+from tests.deploy.chart import CHART, ROOT
+from tests.deploy.dockerfile import FILE, IMAGE_ROOT, image_variables, stages
+
+IGNORE = [line for line in FILE.with_name("Dockerfile.dockerignore").read_text().splitlines() if line]
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, FILE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+def test_it_is_built_in_two_stages_and_runs_as_nobody() -> None:
+    build, image = stages()
+    assert build.base == image.base, "an environment moves only between equal Pythons"
+    assert "g++" in " ".join(build.all("RUN")) and "g++" not in " ".join(image.all("RUN"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert image.all("USER") == [f"{values['user']}:{values['group']}"]
+    assert image.steps[-3][0] == "USER", "nothing is done as root after it"
+    assert (image.all("ENTRYPOINT"), image.all("CMD")) == (['["kvgrpc"]'], ['["serve"]'])
+    assert image.all("COPY") == [f"--from={build.name} {IMAGE_ROOT} {IMAGE_ROOT}"]
+    assert image_variables()["PATH"].split(":")[0] == f"{IMAGE_ROOT}/bin"
+    assert f"kvgrpc:{__version__}" in FILE.read_text()
+
+
+def sources() -> list[str]:
+    """What the first stage copies out of the repository."""
+    return [name for line in stages()[0].all("COPY") for name in line.split()[:-1]]
+
+
+def let_through(name: str) -> bool:
+    verdict = True
+    for pattern in IGNORE:
+        if fnmatch(name, pattern.removeprefix("!").removeprefix("**/")):
+            verdict = pattern.startswith("!")
+    return verdict
+
+
+def test_the_build_context_is_what_is_copied() -> None:
+    assert all(let_through(name) for name in sources())
+    assert not any(let_through(name) for name in (".git", ".venv", "tests", "build", "docs", "__pycache__"))
+
+
+def copied(folder: Path) -> Path:
+    """The first stage's working folder after its COPY steps."""
+    for line in stages()[0].all("COPY"):
+        *names, target = line.split()
+        for name in names:
+            if (ROOT / name).is_dir():
+                ignore = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, folder / target, ignore=ignore)
+            else:
+                shutil.copy(ROOT / name, folder / target)
+    return folder
+
+
+def test_what_is_copied_is_enough_to_build(tmp_path: Path) -> None:
+    """The pip step, but for the environment and what comes from a package index."""
+    (install,) = (line for line in stages()[0].all("RUN") if "pip install" in line)
+    arguments = shlex.split(install.partition("pip install ")[2])
+    assert arguments == ["--no-cache-dir", "--constraint", "constraints.txt", "."]
+    source = copied(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "out",
+        ".",
+    ]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (source / "out").glob("kvgrpc-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(re.fullmatch(r"kvgrpc/transfer/_native\..*so", name) for name in names)
+    assert "kvgrpc/cli/healthcheck.py" in names
+
+
+def test_constraints_name_all_that_is_installed() -> None:
+    """The image is made of versions that the gate ran on."""
+    project = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("\n]")[0]
+    wanted = {name.lower().replace("_", "-") for name in re.findall(r'^ +"([\w.-]+)>=', project, re.MULTILINE)}
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(wanted) > 8 and wanted <= {name.lower().replace("_", "-") for name in pins}
