@@ -171,6 +171,10 @@ class Running:
         done = self._pod.run(self._container, asked["exec"]["command"])
         return done.returncode == 0 and time.monotonic() - begin < asked["timeoutSeconds"]
 
+    def passes(self, probe: str) -> bool:
+        """The kubelet's verdict: failed when it fails as often as its threshold says, one after the other."""
+        return any(self.succeeds(probe) for _ in range(self._container[probe]["failureThreshold"]))
+
     def wait_started(self) -> None:
         """Until the start-up probe succeeds, inside its budget."""
         asked = self._container["startupProbe"]

@@ -66,7 +66,7 @@ def test_a_daemonset_from_its_start_to_its_end(discovery: str) -> None:
     port = free_port()
     sets = {"tcp_insecure": "true", "tcp_port": port} if discovery != "socket" else {}
     with daemon(discovery=discovery, **sets) as (here, manifests, server):
-        assert server.succeeds("livenessProbe") and server.succeeds("readinessProbe")
+        assert server.passes("livenessProbe") and server.passes("readinessProbe")
         answer = said(test_pod(here, manifests))
         assert answer.startswith("0: ") and GOOD in answer, answer + server.log
         code, took_s = server.terminate()
