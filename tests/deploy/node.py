@@ -34,6 +34,8 @@ from tests.deploy.dockerfile import IMAGE_ROOT, image_variables
 NODE_IP = "127.0.0.1"
 SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr")
 IS_ROOT = os.geteuid() == 0
+IMAGE_USER = 65532
+"""And group, of the chart's defaults; 0 in the namespace of a user who is not root."""
 COMMAND_S = 60
 
 
@@ -137,6 +139,8 @@ class Pod:
 
     def _command(self, container: dict[str, Any], command: list[str] | None) -> list[str]:
         inner = command or [*container["command"], *container.get("args", [])]
+        if not IS_ROOT:
+            inner = [re.sub(rf"(?<![0-9]){IMAGE_USER}(?![0-9])", "0", part) for part in inner]
         names = [f"{name}={value}" for name, value in self.variables(container).items()]
         confined = [*_identity(self.spec, container), "env", "-i", *names, *inner]
         root = Path(tempfile.mkdtemp(dir=self.node.folder / "roots"))

@@ -72,7 +72,7 @@ restartPolicy: Always
 livenessProbe:
   {{- include "kvgrpc.probe" (dict "root" . "name" "liveness") | nindent 2 }}
   initialDelaySeconds: {{ include "kvgrpc.startupSeconds" . }}
-  periodSeconds: 10
+  periodSeconds: {{ include "kvgrpc.probeSeconds" . }}
   failureThreshold: 3
 {{- end -}}
 
