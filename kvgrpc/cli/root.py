@@ -12,6 +12,7 @@ from kvgrpc import __version__
 _COMMANDS = {
     "serve": "kvgrpc.cli.serve",
     "status": "kvgrpc.cli.status",
+    "healthcheck": "kvgrpc.cli.healthcheck",
     "demo": "kvgrpc.cli.demo.command",
     "bench": "kvgrpc.cli.bench",
 }

@@ -22,7 +22,7 @@ WIDTH_LEAST = 170
 @click.option(
     "--address",
     metavar="ADDRESS",
-    help="unix:/path or host:port; default: KVGRPC_SOCKET, else the socket that `serve` of this user chooses",
+    help="unix:/path or host:port; default: KVGRPC_ADDRESS, KVGRPC_SOCKET, else this user's socket",
 )
 @click.option("--json", "json_form", is_flag=True, help="print JSON for programs instead of a screen")
 def status(address: str | None, json_form: bool) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from kvgrpc.config.places import asked_socket
+from kvgrpc.config.places import asked_address, asked_socket
 
 
 def default_address() -> str:
-    """Where `kvgrpc serve` of this user listens when it is told nothing: KVGRPC_SOCKET, else the default place.
+    """KVGRPC_ADDRESS as it is; else where `kvgrpc serve` of this user listens when it is told nothing: KVGRPC_SOCKET,
+    else the default place.
 
     Raises UntrustedSocketError when the default place is neither this user's nor root's, or a symbolic link.
     """
-    return f"unix:{quote(str(asked_socket()))}"
+    return asked_address() or f"unix:{quote(str(asked_socket()))}"

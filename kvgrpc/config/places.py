@@ -69,6 +69,11 @@ def asked_socket(environ: Mapping[str, str] = os.environ) -> Path:
     return named_socket(named) if named else claim_default_socket(environ)
 
 
+def asked_address(environ: Mapping[str, str] = os.environ) -> str:
+    """What KVGRPC_ADDRESS says to clients, in any form of an address; empty when it is not set."""
+    return environ.get("KVGRPC_ADDRESS", "")
+
+
 def check_place(path: Path) -> None:
     """Raises UntrustedSocketError for what is another user's, or a link. What is not there is nobody's."""
     try:

@@ -1,0 +1,98 @@
+{{/* SPDX-License-Identifier: Apache-2.0 */}}
+{{/* What an engine's pod needs to meet the server. The patch for engines and the test pods are made of these. */}}
+{{- define "kvgrpc.engine.env" -}}
+{{- $connection := printf "%s-connection" (include "kvgrpc.fullname" .) -}}
+{{- if eq .Values.discovery "socket" -}}
+- name: KVGRPC_SOCKET
+  valueFrom:
+    configMapKeyRef: {name: {{ $connection }}, key: KVGRPC_SOCKET}
+{{- else if eq .Values.discovery "service" -}}
+- name: KVGRPC_ADDRESS
+  valueFrom:
+    configMapKeyRef: {name: {{ $connection }}, key: KVGRPC_ADDRESS}
+{{- else -}}
+- name: KVGRPC_NODE_IP
+  valueFrom:
+    fieldRef: {fieldPath: status.hostIP}
+- name: KVGRPC_NODE_PORT
+  valueFrom:
+    configMapKeyRef: {name: {{ $connection }}, key: KVGRPC_NODE_PORT}
+- name: KVGRPC_ADDRESS
+  value: $(KVGRPC_NODE_IP):$(KVGRPC_NODE_PORT)
+{{- end -}}
+{{- end -}}
+
+{{- define "kvgrpc.engine.volumeMounts" -}}
+{{- if eq .Values.discovery "socket" -}}
+- name: kvgrpc-socket
+  mountPath: {{ include "kvgrpc.socketFolder" . }}
+  readOnly: true
+{{ end -}}
+- name: kvgrpc-shm
+  mountPath: /dev/shm
+{{- end -}}
+
+{{/* The folder is created where it is missing, so that an engine never waits for the cache. */}}
+{{- define "kvgrpc.engine.volumes" -}}
+{{- if eq .Values.mode "sidecar" -}}
+- name: kvgrpc-socket
+  emptyDir: {}
+- name: kvgrpc-shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.engine.sharedMemory }}
+{{- else -}}
+{{- if eq .Values.discovery "socket" -}}
+- name: kvgrpc-socket
+  hostPath:
+    path: {{ include "kvgrpc.socketHostPath" . }}
+    type: DirectoryOrCreate
+{{ end -}}
+- name: kvgrpc-shm
+  hostPath:
+    path: {{ .Values.sharedMemoryHostPath }}
+    type: Directory
+{{- end -}}
+{{- end -}}
+
+{{/* What the pod as a whole needs: the server's group, and outside its own pod the server's host name. */}}
+{{- define "kvgrpc.engine.pod" -}}
+{{- if ne .Values.mode "sidecar" -}}
+hostname: {{ include "kvgrpc.hostname" . }}
+{{ end -}}
+securityContext:
+  supplementalGroups: [{{ int .Values.socket.group }}]
+{{- end -}}
+
+{{/* The server beside an engine. It has neither a start-up nor a readiness probe: a cache never keeps an engine from
+     starting or from being asked. */}}
+{{- define "kvgrpc.sidecar.container" -}}
+{{ include "kvgrpc.server.container" . }}
+restartPolicy: Always
+livenessProbe:
+  {{- include "kvgrpc.probe" (dict "root" . "name" "liveness") | nindent 2 }}
+  initialDelaySeconds: {{ include "kvgrpc.startupSeconds" . }}
+  periodSeconds: {{ include "kvgrpc.probeSeconds" . }}
+  failureThreshold: 3
+{{- end -}}
+
+{{/* A strategic merge patch of a Deployment, StatefulSet or DaemonSet of engines. */}}
+{{- define "kvgrpc.engine.patch" -}}
+spec:
+  template:
+    spec:
+      {{- include "kvgrpc.engine.pod" . | nindent 6 }}
+      {{- if eq .Values.mode "sidecar" }}
+      initContainers:
+        -
+          {{- include "kvgrpc.sidecar.container" . | nindent 10 }}
+      {{- end }}
+      containers:
+        - name: {{ .Values.engine.container }}
+          env:
+            {{- include "kvgrpc.engine.env" . | nindent 12 }}
+          volumeMounts:
+            {{- include "kvgrpc.engine.volumeMounts" . | nindent 12 }}
+      volumes:
+        {{- include "kvgrpc.engine.volumes" . | nindent 8 }}
+{{- end -}}

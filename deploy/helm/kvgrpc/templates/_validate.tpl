@@ -1,0 +1,57 @@
+{{/* SPDX-License-Identifier: Apache-2.0 */}}
+{{/* Values that contradict each other end here, each with a sentence that says what to change. */}}
+{{- define "kvgrpc.validate" -}}
+{{- $v := .Values -}}
+{{- $tcp := include "kvgrpc.isTcp" . -}}
+{{- if eq $v.mode "sidecar" -}}
+{{- if $tcp -}}
+{{- fail (printf "discovery=%s: a sidecar and its engine meet at a socket inside their pod; set discovery=socket, or mode=daemonset" $v.discovery) -}}
+{{- end -}}
+{{- if $v.arena.persist -}}
+{{- fail "arena.persist: a sidecar's memory ends with its pod; set arena.persist=false, or mode=daemonset" -}}
+{{- end -}}
+{{- if $v.networkPolicy.enabled -}}
+{{- fail "networkPolicy.enabled: a sidecar has no port, and the pod is the engine's; set networkPolicy.enabled=false, or mode=daemonset" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $tcp (not $v.tcp.insecure) -}}
+{{- fail (printf "discovery=%s serves without TLS, which does not exist yet: whoever reaches port %d can read KV data. Set tcp.insecure=true if the network is trusted, or discovery=socket" $v.discovery (int $v.tcp.port)) -}}
+{{- end -}}
+{{- if and (eq $v.discovery "service") (not (regexMatch "^[a-z]" (include "kvgrpc.fullname" .))) -}}
+{{- fail (printf "the name %s does not begin with a letter, which a Service's must; set fullnameOverride" (include "kvgrpc.fullname" .)) -}}
+{{- end -}}
+{{- if and $v.networkPolicy.enabled $tcp (not $v.networkPolicy.from) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.from lets no engine in; list the engines' peers in networkPolicy.from" -}}
+{{- end -}}
+{{- if and $v.networkPolicy.from (not (and $v.networkPolicy.enabled $tcp)) -}}
+{{- fail "networkPolicy.from has no effect: set networkPolicy.enabled=true and discovery=service or hostPort, or empty it" -}}
+{{- end -}}
+{{- if $v.l1.hugePages -}}
+{{- if $v.arena.persist -}}
+{{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
+{{- end -}}
+{{- if mod (include "kvgrpc.mebibytes" $v.l1.size) (include "kvgrpc.mebibytes" $v.l1.hugePages) -}}
+{{- fail (printf "l1.size=%s is no multiple of l1.hugePages=%s; change l1.size" $v.l1.size $v.l1.hugePages) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.terminationGracePeriodSeconds (le (int $v.terminationGracePeriodSeconds) (add 2 $v.drainSeconds | int)) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (3 seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds)) -}}
+{{- end -}}
+{{- if and $v.engine.users (not (regexMatch "^0?[0-7]([67][0-7]|[0-7][67])$" $v.socket.mode)) -}}
+{{- fail (printf "engine.users names other users, but socket.mode=%s keeps them out; set socket.mode=0660" $v.socket.mode) -}}
+{{- end -}}
+{{- with $v.resources.cpuLimit -}}
+{{- if lt (include "kvgrpc.millicores" . | int) (include "kvgrpc.millicores" $v.resources.cpuRequest | int) -}}
+{{- fail (printf "resources.cpuLimit=%s is less than resources.cpuRequest=%s; raise the limit" . $v.resources.cpuRequest) -}}
+{{- end -}}
+{{- end -}}
+{{- $folders := dict "socket.hostPath" (include "kvgrpc.socketHostPath" .) "arena.hostPath" (include "kvgrpc.arenaHostPath" .) -}}
+{{- range $name, $path := $folders -}}
+{{- if or (not (regexMatch "^/[^/]+/[^/]" $path)) (regexMatch "^(/var/(run|lib|tmp|log)|/dev/shm|/run/user)/?$" $path) (contains ".." $path) -}}
+{{- fail (printf "%s=%s is a folder of the system, which would become the server's; name a folder of its own below it" $name $path) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (get $folders "socket.hostPath") (get $folders "arena.hostPath") -}}
+{{- fail "socket.hostPath and arena.hostPath are the same folder, which engines mount; name two" -}}
+{{- end -}}
+{{- end -}}

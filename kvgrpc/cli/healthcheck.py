@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvgrpc healthcheck``: one question to a server's health service, for exec probes and scripts."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn, cast
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2
+
+from kvgrpc.client.address import parse_address
+from kvgrpc.client.default import default_address
+from kvgrpc.config.places import UntrustedSocketError
+
+NOT_SERVING = 1
+WRONG = 2
+NO_ANSWER = 3
+
+
+@click.command()
+@click.argument("name", default="readiness")
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="unix:/path or host:port; default: as for `status`: KVGRPC_ADDRESS, KVGRPC_SOCKET, else this user's socket",
+)
+@click.option(
+    "--timeout-ms", type=click.IntRange(min=1), default=3000, show_default=True, help="for the whole question"
+)
+def healthcheck(name: str, address: str | None, timeout_ms: int) -> None:
+    """Ask a server whether it serves NAME: liveness, readiness (the default) or a service's full name.
+
+    Exit codes: 0 it serves; 1 it answers that it does not (draining, or a copy that stands still); 2 the question is
+    wrong; 3 no answer in time.
+    """
+    try:
+        target = parse_address(address or default_address()).target
+    except (UntrustedSocketError, ValueError) as error:
+        _fail(str(error), WRONG)
+    answer = _ask(target, name, timeout_ms / 1000)
+    word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer)
+    if answer != health_pb2.HealthCheckResponse.SERVING:
+        _fail(f"{target}: {name}: {word}", NOT_SERVING)
+    click.echo(word)
+
+
+def _ask(target: str, name: str, timeout_s: float) -> health_pb2.HealthCheckResponse.ServingStatus:
+    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            return check(health_pb2.HealthCheckRequest(service=name), timeout=timeout_s).status
+        except grpc.RpcError as error:
+            call = cast(grpc.Call, error)  # gRPC raises the call itself
+            if call.code() is grpc.StatusCode.NOT_FOUND:
+                _fail(f"{target}: {call.details()}", WRONG)
+            _fail(f"no answer from {target}: {call.code().name}: {call.details()}", NO_ANSWER)
+
+
+def _fail(text: str, exit_code: int) -> NoReturn:
+    click.echo(f"Error: {text}", err=True)
+    sys.exit(exit_code)

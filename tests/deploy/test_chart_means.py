@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the chart renders is right beyond its form, and values that cannot be meant are refused with a sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.chart import EXAMPLES, HELMS, Manifest, of_kind, pod_specs, render, template, values
+from tests.deploy.semantics import faults
+
+every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+TCP = {"discovery": "service", "tcp_insecure": "true"}
+
+
+@every_example
+def test_every_example_is_sound(example: Path) -> None:
+    assert faults(render("--values", str(example))) == []
+
+
+@pytest.mark.parametrize("release", ["a", "a.b", "kvgrpc-" + "x" * 46, "x" * 53])
+def test_any_name_of_a_release_is_sound(release: str) -> None:
+    assert faults(render(*values(**TCP), release=release)) == []
+    assert faults(render(*values(mode="sidecar"), release=release)) == []
+
+
+@every_example
+def test_no_pod_gets_a_token_and_no_two_servers_meet(example: Path) -> None:
+    manifests = render("--values", str(example))
+    own = [spec for name, spec in pod_specs(manifests) if name != "engine"]
+    assert all(spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False for spec in own)
+    for one in manifests:
+        if one["kind"] == "DaemonSet":
+            assert one["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+            assert all(name in one["spec"]["template"]["spec"]["containers"][0] for name in PROBES)
+
+
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+
+
+def test_a_sidecar_takes_nothing_of_the_node_and_holds_up_no_engine() -> None:
+    """Field report 58: no card is claimed and nothing is privileged; the pod passes the restricted level."""
+    for _, spec in pod_specs(render(*values(mode="sidecar"))):
+        assert not any("hostPath" in volume for volume in spec["volumes"])
+        (server,) = spec["initContainers"]
+        assert server["restartPolicy"] == "Always" and "livenessProbe" in server
+        assert "readinessProbe" not in server and "startupProbe" not in server
+        assert not any("nvidia" in name for name in server["resources"]["limits"])
+        sizes = [volume["emptyDir"].get("medium") for volume in spec["volumes"] if volume["name"] == "kvgrpc-shm"]
+        assert sizes == ["Memory"]
+
+
+def test_a_service_reaches_its_own_node_only() -> None:
+    """Field reports 46 and 48."""
+    service = of_kind(render(*values(**TCP)), "Service")["spec"]
+    assert service["internalTrafficPolicy"] == "Local" and service["type"] == "ClusterIP"
+
+
+def test_only_the_folders_init_container_is_root() -> None:
+    roots = [
+        container
+        for example in EXAMPLES
+        for _, spec in pod_specs(render("--values", str(example)))
+        for container in [*spec.get("initContainers", []), *spec["containers"]]
+        if container.get("securityContext", {}).get("runAsUser") == 0
+    ]
+    assert {container["name"] for container in roots} == {"folders"}
+    assert all(one["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]} for one in roots)
+    assert not any("initContainers" in spec for _, spec in pod_specs(render(*values(prepareFolders="false"))))
+
+
+# ---- the checks find what they are for ------------------------------------------------------------------------------
+
+
+def _server(manifests: list[Manifest]) -> dict[str, Any]:
+    return of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
+
+
+BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
+    "selector": (
+        lambda m: of_kind(m, "Service")["spec"]["selector"].update(extra="1"),
+        "the selector of Service is not in the labels",
+    ),
+    "mount": (lambda m: _server(m)["volumeMounts"].append({"name": "none", "mountPath": "/x"}), "no volume none"),
+    "two mounts": (
+        lambda m: _server(m)["volumeMounts"].append(_server(m)["volumeMounts"][0]),
+        "two mounts at one path",
+    ),
+    "port name": (lambda m: _server(m)["ports"][0].update(name="a-name-of-too-many"), "port name"),
+    "target port": (
+        lambda m: of_kind(m, "Service")["spec"]["ports"][0].update(targetPort="x"),
+        "no container has port x",
+    ),
+    "request": (lambda m: _server(m)["resources"]["requests"].update(memory="1Ti"), "more memory than its limit"),
+    "flag": (lambda m: _server(m)["args"].append("--tls-cert=x"), "no option --tls-cert"),
+    "repeated flag": (lambda m: _server(m)["args"].append("--l1-size=1GiB"), "--l1-size is given twice"),
+    "variable": (lambda m: _server(m)["env"].append({"name": "KVGRPC_TIER"}), "no setting reads KVGRPC_TIER"),
+    "probe's port": (lambda m: _server(m)["livenessProbe"]["grpc"].update(port=1), "livenessProbe asks"),
+    "probe's name": (lambda m: _server(m)["livenessProbe"]["grpc"].update(service="readiness"), "livenessProbe asks"),
+    "two handlers": (
+        lambda m: _server(m)["livenessProbe"].update(
+            exec={"command": ["kvgrpc", "healthcheck", "liveness", "--timeout-ms=1"]}
+        ),
+        "exactly one handler",
+    ),
+    "name": (lambda m: of_kind(m, "Service")["metadata"].update(name="Upper"), "no DNS-1123 name"),
+    "root": (lambda m: _server(m)["securityContext"].update(runAsUser=0), "it is not confined"),
+    "key": (lambda m: of_kind(m, "ConfigMap", "-connection")["data"].clear(), "there is no key KVGRPC_ADDRESS"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_checks_find(name: str) -> None:
+    manifests = copy.deepcopy(render(*values(**TCP)))
+    spoil, sentence = BROKEN[name]
+    spoil(manifests)
+    assert any(sentence in text for text in faults(manifests)), faults(manifests)
+
+
+# ---- values that are refused ----------------------------------------------------------------------------------------
+
+CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
+    ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
+    ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
+    ({"mode": "sidecar", "arena_persist": "true"}, "set arena.persist=false, or mode=daemonset"),
+    ({"mode": "sidecar", "networkPolicy_enabled": "true"}, "set networkPolicy.enabled=false, or mode=daemonset"),
+    ({"discovery": "service"}, "Set tcp.insecure=true if the network is trusted, or discovery=socket"),
+    ({"discovery": "hostPort"}, "Set tcp.insecure=true if the network is trusted, or discovery=socket"),
+    ({**TCP, "fullnameOverride": "1st"}, "does not begin with a letter, which a Service's must; set fullnameOverride"),
+    ({**TCP, "networkPolicy_enabled": "true"}, "list the engines' peers in networkPolicy.from"),
+    ({"networkPolicy_from[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.from has no effect: set"),
+    ({"l1_hugePages": "2Mi", "arena_persist": "true"}, "exclude each other, as --huge-pages and --arena-path do"),
+    ({"l1_hugePages": "1Gi", "l1_size": "1536Mi"}, "l1.size=1536Mi is no multiple of l1.hugePages=1Gi; change l1.size"),
+    ({"terminationGracePeriodSeconds": 25}, "does not hold drainSeconds=25 and the server's end after it"),
+    ({"engine_users": "{1000}", "socket_mode": '"0600"'}, "socket.mode=0600 keeps them out; set socket.mode=0660"),
+    ({"resources_cpuLimit": "500m"}, "resources.cpuLimit=500m is less than resources.cpuRequest=1; raise the limit"),
+    ({"socket_hostPath": "/run"}, "socket.hostPath=/run is a folder of the system"),
+    ({"socket_hostPath": "/var/run"}, "socket.hostPath=/var/run is a folder of the system"),
+    ({"arena_hostPath": "/dev/shm"}, "arena.hostPath=/dev/shm is a folder of the system"),
+    ({"socket_hostPath": "/run/x/../../etc"}, "is a folder of the system"),
+    ({"socket_hostPath": "/dev/shm/kvgrpc-arena", "arena_persist": "true"}, "are the same folder, which engines mount"),
+]  # fmt: skip
+NO_VALUES: list[tuple[dict[str, object], str]] = [
+    ({"mode": "deployment"}, "mode"),
+    ({"tls_enabled": "true"}, "tls"),
+    ({"metrics_enabled": "true"}, "metrics"),
+    ({"l1_sizes": "4Gi"}, "sizes"),
+    ({"l1_size": "4GB"}, "size"),
+    ({"l1_size": "0Gi"}, "size"),
+    ({"user": 0}, "user"),
+    ({"socket_mode": '"0999"'}, "mode"),
+    ({"flags_l1__size": "1GiB"}, "l1-size"),
+    ({"flags_insecure": "true"}, "insecure"),
+    ({"flags_lease__ms": "soon"}, "lease-ms"),
+    ({"updateStrategy_maxUnavailable": 0}, "maxUnavailable"),
+    ({"updateStrategy_maxUnavailable": "0%"}, "maxUnavailable"),
+    ({"tcp_port": 70000}, "port"),
+    ({"hostname": "Not.One"}, "hostname"),
+    ({"image_digest": "sha256:short"}, "digest"),
+]
+
+
+def refusal(version: str, sets: dict[str, object]) -> str:
+    arguments = [
+        part
+        for key, value in sets.items()
+        for part in (
+            "--set-json" if str(value).startswith('"') else "--set",
+            f"{key.replace('__', '-').replace('_', '.')}={value}",
+        )
+    ]
+    done = template(*arguments, version=version)
+    assert done.returncode != 0, f"{sets} is taken"
+    return done.stderr
+
+
+@pytest.mark.parametrize("version", HELMS)
+@pytest.mark.parametrize(("sets", "sentence"), CONTRADICTIONS, ids=lambda one: str(one)[:60])
+def test_a_contradiction_is_refused_with_what_to_change(version: str, sets: dict[str, object], sentence: str) -> None:
+    assert sentence in refusal(version, sets)
+
+
+@pytest.mark.parametrize(("sets", "name"), NO_VALUES, ids=lambda one: str(one)[:60])
+def test_what_is_no_value_is_refused_by_its_name(sets: dict[str, object], name: str) -> None:
+    for version in HELMS:
+        text = refusal(version, sets)
+        assert "schema" in text and name in text
