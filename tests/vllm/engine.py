@@ -83,18 +83,30 @@ class Engine:
     def pool(self) -> Any:
         return self.core.scheduler.kv_cache_manager.block_pool
 
-    def settle(self, timeout_s: float = 30.0) -> None:
-        """Steps on until nothing is being copied any more."""
+    @property
+    def in_process(self) -> bool:
+        return hasattr(self.llm.llm_engine.engine_core, "engine_core")
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Steps on until nothing is being copied any more; an engine core of its own process does so by itself."""
+        if not self.in_process:
+            return
         end = time.monotonic() + timeout_s
         while self.core.scheduler.has_requests():
             assert time.monotonic() < end, "the engine does not come to rest"
             self.llm.llm_engine.step()
             time.sleep(0.001)
 
-    def forget(self) -> None:
-        """Empties vLLM's own prefix cache."""
+    def forget(self) -> int:
+        """Empties vLLM's own prefix cache; the blocks that are still in use."""
         self.settle()
-        assert self.llm.reset_prefix_cache()
+        if self.in_process:
+            return self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks() + (not self.llm.reset_prefix_cache())
+        end = time.monotonic() + 30
+        while not self.llm.reset_prefix_cache():  # the engine core steps on by itself until its blocks are free
+            assert time.monotonic() < end, "the engine does not come to rest"
+            time.sleep(0.01)
+        return 0
 
     def metric(self, name: str) -> int:
         return sum(each.value for each in self.llm.get_metrics() if each.name == f"vllm:{name}")
@@ -110,8 +122,10 @@ def main() -> None:
     answer({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
-        said = engine.say(*asked["prompts"], salt=asked.get("salt", ""), tokens=asked.get("tokens", TOKENS))
-        answer({"said": [[list(each.tokens), each.cached, each.seconds] for each in said]})
+        settle = asked.pop("settle", True)
+        said = engine.say(*asked.pop("prompts"), **asked)
+        left = engine.forget() if settle else None
+        answer({"said": [[list(each.tokens), each.cached, each.seconds] for each in said], "left": left})
 
 
 def answer(words: object) -> None:

@@ -155,7 +155,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
             workers=strategy.world_size,
             own_hashes=facts.own_hashes,
             lookup_async=options.lookup_async,
-            lookup_timeout_s=options.lookup_timeout_ms / 1000,
+            lookup_block_s=options.lookup_block_ms / 1000,
             store_share=options.store_share,
             store_generated=options.store_generated,
             volatile=facts.volatile,

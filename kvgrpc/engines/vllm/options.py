@@ -22,7 +22,8 @@ class Options:
     namespace: str = ""
     hashes: str = "auto"
     lookup_async: bool = True
-    lookup_timeout_ms: int = 200
+    lookup_timeout_ms: int = 1_000
+    lookup_block_ms: int = 200
     prefetch_timeout_ms: int = 10_000
     copy_timeout_ms: int = 30_000
     start_timeout_ms: int = 2_000

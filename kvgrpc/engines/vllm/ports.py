@@ -83,7 +83,7 @@ class Terms:
     workers: int = 1
     own_hashes: bool = False
     lookup_async: bool = True
-    lookup_timeout_s: float = 0.2
+    lookup_block_s: float = 0.2
     store_share: float = 0.25
     store_generated: bool = True
     volatile: bool = False

@@ -10,7 +10,7 @@ request meanwhile (finished, aborted, preempted). Blocks that a load writes are 
 report the request as received.
 
 Thread rule: everything runs on the engine core's main thread. Nothing blocks, but ``matched`` with ``lookup_async``
-off, for ``lookup_timeout_s`` at most.
+off, for ``lookup_block_s`` at most.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Scheduler:
         return self._client.lookup(
             request.request_id,
             lambda: self._prefix(request, chunk),
-            timeout_s=self._terms.lookup_timeout_s,
+            timeout_s=self._terms.lookup_block_s,
             attempt=tracked.attempt,
             lora=tracked.lora,
             cache_salt=self._salt(request),
