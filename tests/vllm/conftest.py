@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server and one engine for all tests that do not kill either. Run by `make test-vllm`, in an environment with vLLM;
-elsewhere these files are not looked at."""
+"""One server and one engine for all tests that do not kill either. Run by `make test-vllm`, in an environment with
+vLLM; elsewhere these files are not looked at."""
 
 from __future__ import annotations
 

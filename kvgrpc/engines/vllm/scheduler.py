@@ -307,6 +307,7 @@ class Scheduler:
             if not bad.isdisjoint(tracked.load.blocks):
                 tracked.load_failed = True
                 tracked.stored = 0
+                tracked.result = None
                 self._client.free(request_id)
             tracked.load = None
         if report is None:
