@@ -31,6 +31,26 @@ def connector(address: str, **extra: object) -> KVTransferConfig:
     )
 
 
+def both(first: str, second: str) -> KVTransferConfig:
+    """vLLM's MultiConnector over two servers; the first one with a hit wins."""
+    each = [
+        {
+            "kv_connector": "KvgrpcConnector",
+            "kv_connector_module_path": "kvgrpc.engines.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"address": address},
+        }
+        for address in (first, second)
+    ]
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"connectors": each},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a prompt was answered with, and how much of it came from a cache."""
@@ -117,15 +137,18 @@ class Engine:
 
 def main() -> None:
     model, options = sys.argv[1], json.loads(sys.argv[2])
-    address, extra = options.pop("address"), options.pop("extra", {})
-    engine = Engine(model, connector(address, **extra) if address else None, **options)
+    address, extra, second = options.pop("address"), options.pop("extra", {}), options.pop("second", "")
+    kv = both(address, second) if second else connector(address, **extra)
+    engine = Engine(model, kv, **options)
     answer({"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
         settle = asked.pop("settle", True)
         said = engine.say(*asked.pop("prompts"), **asked)
         left = engine.forget() if settle else None
-        answer({"said": [[list(each.tokens), each.cached, each.seconds] for each in said], "left": left})
+        words = [[list(each.tokens), each.cached, each.seconds] for each in said]
+        preemptions = engine.metric("num_preemptions")
+        answer({"said": words, "left": left, "preemptions": preemptions})
 
 
 def answer(words: object) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 COMMON = {
     "vocab_size": 1000,
@@ -18,6 +18,26 @@ COMMON = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
+
+
+def make_mla(folder: Path) -> Path:
+    """Multi-head latent attention, as DeepSeek's."""
+    torch.manual_seed(1234)
+    config = DeepseekV2Config(
+        **COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=None,
+        first_k_dense_replace=3,
+    )
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder
 
 
 def make_llama(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from kvgrpc.client import Client, ServerStatus
 from tests.served import stop, wait_until
 from tests.vllm.engine import Said
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 ENGINE_START_S = 180.0
 ANSWER_S = 120.0
 
@@ -64,6 +65,7 @@ class EngineProcess:
     """tests.vllm.engine as a program."""
 
     def __init__(self, model: str, address: str, log: Path, **options: Any) -> None:
+        self.variables: dict[str, str] = options.pop("variables", {})
         words = json.dumps({"address": address, "kv_cache_memory_bytes": 128 << 20, **options})
         command = [sys.executable, "-m", "tests.vllm.engine", model, words]
         self.log = log
@@ -79,9 +81,11 @@ class EngineProcess:
         self._lines: list[dict[str, Any]] = []
         threading.Thread(target=self._read, daemon=True).start()
         self._answers = 0
+        self.preemptions = 0
+        """vLLM's count, as of the last answer."""
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent.parent)}
+        return {**os.environ, "PYTHONPATH": str(ROOT), **self.variables}
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -108,6 +112,7 @@ class EngineProcess:
     def answered(self, timeout_s: float = ANSWER_S) -> list[Said]:
         answer = self._next(timeout_s)
         assert answer["left"] in (0, None), "blocks are still in use"
+        self.preemptions = answer["preemptions"]
         return [Said(tuple(tokens), cached, seconds) for tokens, cached, seconds in answer["said"]]
 
     def say(self, *prompts: Sequence[int], **words: Any) -> list[Said]:
