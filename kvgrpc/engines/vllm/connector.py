@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's side: turns its hooks into calls of ``Scheduler`` and ``Worker``. The only module that imports vLLM (0.32).
+
+One object lives in the engine core (role SCHEDULER), one in each worker. Whatever the server does, no hook raises.
+"""
+
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false, reportUntypedBaseClass=false
+# pyright: reportUntypedClassDecorator=false, reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.version import __version__ as vllm_version
+
+from kvgrpc.client import (
+    Client,
+    Hello,
+    LookupBounds,
+    Refusal,
+    RegisterRequest,
+    SchedulerClient,
+    SchedulerOptions,
+    UntrustedSocketError,
+    WorkerClient,
+    default_address,
+)
+from kvgrpc.config.python import hash_seed
+from kvgrpc.engines.vllm.memory import NotShareableError, share
+from kvgrpc.engines.vllm.metadata import Report, Step
+from kvgrpc.engines.vllm.options import parse_options
+from kvgrpc.engines.vllm.ports import Terms
+from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.space import Facts, facts_of
+from kvgrpc.engines.vllm.worker import Worker
+
+logger = init_logger("vllm.kvgrpc")
+
+RESET_S = 2.0
+"""Most that a reset of the cache waits for the server."""
+CLOSE_S = 5.0
+"""Most that an engine's end waits for copies."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's requests, as vLLM carries them to the workers."""
+
+    step: Step = field(default_factory=Step)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The workers' reports, as vLLM carries them back."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        self.report.add(other.report)
+        return self
+
+
+class PoolBlocks:
+    """vLLM's block tables and pool. A held block is not given to anybody else, whoever frees it."""
+
+    def __init__(self, cache: Any, pool: Any) -> None:
+        self._cache = cache
+        self._pool = pool
+
+    @property
+    def total(self) -> int:
+        return len(self._pool.blocks)
+
+    def of(self, request_id: str) -> Sequence[int]:
+        return self._cache.get_block_ids(request_id)[0]
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
+
+
+class KvgrpcConnector(KVConnectorBase_V1):
+    """Named in ``kv_connector``; docs/engines/vllm.md is the manual."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
+        self._options = parse_options(extra)
+        options = self._options
+        self._facts: Facts = facts_of(
+            vllm_config, kv_cache_config, options.namespace, options.hashes, hash_seed(), vllm_version
+        )
+        self._address = self._find_address()
+        self._scheduler: Scheduler | None = None
+        self._scheduler_client: SchedulerClient | None = None
+        self._worker = Worker(None, self._facts.form.block_size, writes=False)
+        if role is KVConnectorRole.SCHEDULER:
+            for note in self._facts.notes:
+                logger.warning("kvgrpc: %s", note)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kvgrpc: kv_load_failure_policy is not 'recompute': vLLM will fail requests whose prefix cannot be "
+                    "loaded, instead of computing it"
+                )
+            self._start_scheduler()
+
+    def _find_address(self) -> str:
+        """ "" where there is none that may be trusted."""
+        try:
+            return self._options.address or default_address()
+        except UntrustedSocketError as error:
+            logger.warning("kvgrpc: %s; this engine runs without the cache", error)
+            return ""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # ---- scheduler --------------------------------------------------------------------------------------------------
+
+    def _start_scheduler(self) -> None:
+        facts, options = self._facts, self._options
+        strategy = facts.strategy
+        bounds = LookupBounds(
+            answer_s=options.lookup_timeout_ms / 1000,
+            pending_s=options.prefetch_timeout_ms / 1000,
+            prefetch_wait_ms=options.prefetch_timeout_ms,
+        )
+        client = SchedulerClient(
+            self._address or "unix:/nonexistent",
+            facts.engine_id,
+            facts.identity,
+            SchedulerOptions(tp_size=strategy.tp_size, bounds=bounds),
+        )
+        terms = Terms(
+            block_size=facts.form.block_size,
+            hash_block_size=facts.hash_block_size,
+            workers=strategy.world_size,
+            own_hashes=facts.own_hashes,
+            lookup_async=options.lookup_async,
+            lookup_block_s=options.lookup_block_ms / 1000,
+            store_share=options.store_share,
+            store_generated=options.store_generated,
+            volatile=facts.volatile,
+        )
+        self._scheduler_client = client
+        self._scheduler = Scheduler(client, terms, self._lora_of)
+        self._scheduler.unusable = not self._address
+        if self._address:
+            self._say_start(client.start(options.start_timeout_ms / 1000), client.problem)
+
+    def _say_start(self, started: bool, problem: Refusal | None) -> None:
+        if not started:
+            logger.warning(
+                "kvgrpc: no session with %s yet (%s); the engine serves without the cache until there is one",
+                self._address,
+                problem or "no answer",
+            )
+
+    def _lora_of(self, request: Any) -> str | None:
+        if not self._facts.own_hashes:
+            return ""  # vLLM's block hashes contain all of it
+        if request.mm_features or request.prompt_embeds is not None:
+            return None
+        lora = request.lora_request
+        return f"{lora.lora_name}@{lora.lora_path}" if lora is not None else ""
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._of_scheduler.blocks = PoolBlocks(self._kv_cache_manager, gpu_block_pool)
+
+    @property
+    def _of_scheduler(self) -> Scheduler:
+        assert self._scheduler is not None, "a hook of the scheduler was called in a worker"
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._of_scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._of_scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._of_scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        counts: dict[str, int] = scheduler_output.num_scheduled_tokens
+        scheduled = [
+            (new.req_id, new.num_computed_tokens + counts[new.req_id]) for new in scheduler_output.scheduled_new_reqs
+        ]
+        cached = scheduler_output.scheduled_cached_reqs
+        scheduled += [
+            (request_id, computed + counts[request_id])
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        ]
+        return StepMetadata(self._of_scheduler.step(scheduled))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, WorkerReport) else None
+        self._of_scheduler.update(
+            report, connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._of_scheduler.finished(request.request_id)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._of_scheduler.busy
+
+    def reset_cache(self) -> bool:
+        """Nothing that was stored before is found again, by any engine of the same space."""
+        self._of_scheduler.reset()
+        if not self._address:
+            return True
+        try:
+            with Client(self._address) as client:
+                base = client.handshake(Hello(identity=self._facts.identity), timeout_s=RESET_S).space_base
+                client.bump_generation(space_base=base)
+        except Refusal as refusal:
+            logger.warning("kvgrpc: the cache could not be reset: %s", refusal)
+            return False
+        return True
+
+    # ---- worker -----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        facts, strategy = self._facts, self._facts.strategy
+        if not self._address:
+            return
+        try:
+            layout = share(kv_caches, facts.layers, facts.form)
+        except (NotShareableError, OSError, RuntimeError) as error:
+            logger.warning("kvgrpc: %s; this engine runs without the cache", error)
+            return
+        request = RegisterRequest(
+            facts.engine_id,
+            facts.identity,
+            strategy.kv_rank,
+            strategy.tp_rank,
+            strategy.tp_size,
+            strategy.kv_tp_size,
+            layout,
+        )
+        client = WorkerClient(self._address, request)
+        self._worker = Worker(
+            client, facts.form.block_size, strategy.is_kv_writer, self._options.copy_timeout_ms / 1000
+        )
+        self._say_start(client.start(self._options.start_timeout_ms / 1000), client.problem)
+
+    @property
+    def _step(self) -> Step:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMetadata)
+        return meta.step
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(self._step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.load(self._step.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are of whole requests, which do not run before."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are of whole blocks of all layers."""
+
+    def wait_for_save(self) -> None:
+        self._worker.save(self._step.saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._worker.finished(finished_req_ids)
+        return None, self._worker.poll() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_invalid()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._worker.take_report()
+        return WorkerReport(report) if report is not None else None
+
+    # ---- end --------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._scheduler_client is not None:
+            self._scheduler_client.close()
+        else:
+            self._worker.send()
+            self._worker.close(CLOSE_S)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU engine's KV memory, moved into POSIX shared memory and described as a layout.
+
+torch moves a storage in place: every tensor on it follows. The object under /dev/shm has mode 0600 and belongs to the
+engine's user; torch's own janitor process unlinks it when the engine has ended, however it ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvgrpc.api import BlockForm, KvGroup, Layout, Runs, SharedMemory
+
+SHM = Path("/dev/shm")  # noqa: S108 - where shm_open puts its objects, not a temporary file
+SPARE_BYTES = 16 << 20
+"""Room under /dev/shm that is left to others."""
+
+
+class NotShareableError(Exception):
+    """Why this memory cannot be shared, in one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the bytes of a block mean; see KvGroup."""
+
+    block_size: int
+    num_blocks: int
+    backend: str
+    layout: str
+
+
+def share(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], form: Form) -> Layout:
+    """Moves the layers' tensors into shared memory. Raises NotShareableError; then they stay where they are, but for
+    those that were moved before."""
+    ordered = [tensors[layer] for layer in layers]
+    for layer, tensor in zip(layers, ordered, strict=True):
+        if tensor.device.type != "cpu":
+            raise NotShareableError(f"layer {layer} lies on {tensor.device}: this version shares only CPU memory")
+        if tensor.dim() < 2 or tensor.shape[0] < form.num_blocks:
+            shape = tuple(tensor.shape)
+            raise NotShareableError(
+                f"layer {layer} has shape {shape}, which does not begin with {form.num_blocks} blocks"
+            )
+        _check_dense(layer, tensor)
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in ordered)}
+    _check_room(sum(storage.nbytes() for storage in storages.values() if not storage.is_shared()))
+    memory: list[SharedMemory] = []
+    places: dict[int, int] = {}
+    for storage in storages.values():
+        piece = _move(storage)
+        places[storage.data_ptr()] = len(memory)
+        memory.append(piece)
+    planes = [_Plane.of(tensor, places[tensor.untyped_storage().data_ptr()]) for tensor in ordered]
+    group = KvGroup(
+        form.block_size, form.num_blocks, _merged(planes), BlockForm.OPAQUE, backend=form.backend, layout=form.layout
+    )
+    return Layout(tuple(memory), (group,))
+
+
+def _check_dense(layer: str, tensor: torch.Tensor) -> None:
+    """A block must be one run of bytes, in whatever order."""
+    block = tensor[0]
+    dims = sorted((stride, size) for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride != reach:
+            raise NotShareableError(
+                f"layer {layer}: a block is not one run of bytes (strides {tuple(tensor.stride())})"
+            )
+        reach *= size
+
+
+def _check_room(needed: int) -> None:
+    room = os.statvfs(SHM)
+    free = room.f_bavail * room.f_frsize
+    if needed + SPARE_BYTES > free:
+        raise NotShareableError(
+            f"the KV memory of {needed >> 20} MiB does not fit into {SHM}, which has {free >> 20} MiB free; "
+            "give the container a larger one (--shm-size, or an emptyDir of medium Memory)"
+        )
+
+
+def _move(storage: torch.UntypedStorage) -> SharedMemory:
+    size = storage.nbytes()
+    move: Callable[[], tuple[Any, bytes, int]] = getattr(storage, "_share_filename_cpu_")  # noqa: B009 - no public way
+    name = move()[1].decode().removeprefix("/")
+    # torch puts a header of its own before the data
+    return SharedMemory(name, (SHM / name).stat().st_size - size, size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """One layer: where its block 0 begins, how far blocks are apart, and how long each is."""
+
+    memory_index: int
+    base_bytes: int
+    stride_bytes: int
+    run_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, memory_index: int) -> _Plane:
+        item = tensor.element_size()
+        return cls(memory_index, int(tensor.storage_offset()) * item, tensor.stride(0) * item, tensor[0].numel() * item)
+
+
+def _merged(planes: Sequence[_Plane]) -> tuple[Runs, ...]:
+    """As few entries as possible: layers that follow each other at one distance are one."""
+    runs: list[Runs] = []
+    at = 0
+    while at < len(planes):
+        first = planes[at]
+        end = at + 1
+        step = planes[end].base_bytes - first.base_bytes if end < len(planes) else 0
+        while end < len(planes) and _continues(planes[end - 1], planes[end], step):
+            end += 1
+        count = end - at
+        runs.append(
+            Runs(
+                first.memory_index,
+                first.base_bytes,
+                count,
+                step if count > 1 else 0,
+                1,
+                0,
+                first.stride_bytes,
+                first.run_bytes,
+            )
+        )
+        at = end
+    return tuple(runs)
+
+
+def _continues(before: _Plane, plane: _Plane, step: int) -> bool:
+    same = (before.memory_index, before.stride_bytes, before.run_bytes) == (
+        plane.memory_index,
+        plane.stride_bytes,
+        plane.run_bytes,
+    )
+    return same and step > 0 and plane.base_bytes - before.base_bytes == step

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the workers at each step, and what they tell it: plain data, since it travels between
+processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvgrpc.core.types import DEFAULT_POLICY, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load tokens ``start`` to ``end`` of a looked-up prefix into ``blocks``, of which the first holds ``start``.
+    Without blocks nothing is loaded, but the worker reports the request as received, since vLLM waits for that."""
+
+    request_id: str
+    job_id: bytes
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the chunks from token ``start`` to ``end`` out of ``blocks``, of which the first holds ``start``.
+
+    The content is either ``hashes``, one a chunk from ``first_chunk`` on, or ``tokens`` (u32 little-endian) from the
+    prompt's begin to ``end``.
+    """
+
+    save_id: int
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+    hashes: tuple[bytes, ...] = ()
+    first_chunk: int = 0
+    tokens: bytes = b""
+    lora: str = ""
+    cache_salt: str = ""
+    policy: Policy = DEFAULT_POLICY
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step asks of every worker. ``resets`` counts the cache's resets: what was saved before the last one and
+    is not sent yet must not be sent."""
+
+    resets: int = 0
+    loads: list[Load] = field(default_factory=list[Load])
+    saves: list[Save] = field(default_factory=list[Save])
+
+
+@dataclass(slots=True)
+class Report:
+    """What workers finished. ``ended`` counts, for each save, the workers that have let go of its blocks."""
+
+    ended: dict[int, int] = field(default_factory=dict[int, int])
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
+    failed_tokens: int = 0
+    unusable: bool = False
+    """A worker cannot share its memory: nothing will ever be stored or loaded there."""
+
+    def __bool__(self) -> bool:
+        counted = self.saved_tokens or self.loaded_tokens or self.failed_tokens
+        return bool(self.ended or counted or self.unusable)
+
+    def add(self, other: Report) -> None:
+        for save_id, count in other.ended.items():
+            self.ended[save_id] = self.ended.get(save_id, 0) + count
+        self.saved_tokens += other.saved_tokens
+        self.loaded_tokens += other.loaded_tokens
+        self.failed_tokens += other.failed_tokens
+        self.unusable = self.unusable or other.unusable

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's half needs of vLLM and of the client, so that it can be tested without either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvgrpc.api import Content
+from kvgrpc.client.lookups import LookupResult
+from kvgrpc.core.types import Policy
+
+
+class Request(Protocol):
+    """What is read of vLLM's request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Iterable[int]: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def kv_transfer_params(self) -> dict[str, object] | None: ...
+
+
+class Lookups(Protocol):
+    """What is used of a SchedulerClient."""
+
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def attached(self) -> bool: ...
+    def try_lookup(
+        self,
+        request_id: str,
+        content: Callable[[], Content],
+        *,
+        attempt: int = 0,
+        lora: str = "",
+        cache_salt: str = "",
+        policy: Policy = ...,
+    ) -> LookupResult | None: ...
+    def lookup(
+        self,
+        request_id: str,
+        content: Callable[[], Content],
+        *,
+        timeout_s: float = 0.2,
+        attempt: int = 0,
+        lora: str = "",
+        cache_salt: str = "",
+        policy: Policy = ...,
+    ) -> LookupResult: ...
+    def discard(self, request_id: str) -> None: ...
+    def free(self, request_id: str) -> None: ...
+
+
+class Blocks(Protocol):
+    """vLLM's block tables and block pool."""
+
+    @property
+    def total(self) -> int: ...
+    def of(self, request_id: str) -> Sequence[int]: ...
+    def hold(self, block_ids: Sequence[int]) -> None: ...
+    def release(self, block_ids: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is the same for all requests. ``own_hashes``: the server hashes token ids, instead of taking vLLM's block
+    hashes. ``volatile``: the last chunk of a decoding request is not final yet (EAGLE, MTP)."""
+
+    block_size: int
+    hash_block_size: int
+    workers: int = 1
+    own_hashes: bool = False
+    lookup_async: bool = True
+    lookup_block_s: float = 0.2
+    store_share: float = 0.25
+    store_generated: bool = True
+    volatile: bool = False

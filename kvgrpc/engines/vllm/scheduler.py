@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half: which prefixes to load, which chunks to store, and who owns what meanwhile.
+
+A request goes through rounds. A round begins with a lookup and ends when the request gets its blocks: then it either
+loads, or gives back what the lookup pinned. A preempted request begins another round. Every question of vLLM's may be
+repeated within a round and gets the same answer.
+
+Blocks that a save reads are held in vLLM's block pool until every worker has let go of them, whatever becomes of the
+request meanwhile (finished, aborted, preempted). Blocks that a load writes are held by vLLM itself, until the workers
+report the request as received.
+
+Thread rule: everything runs on the engine core's main thread. Nothing blocks, but ``matched`` with ``lookup_async``
+off, for ``lookup_block_s`` at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvgrpc.api import Content, Hashes, Tokens
+from kvgrpc.client.lookups import LookupResult
+from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
+from kvgrpc.engines.vllm.options import Wish, parse_wish
+from kvgrpc.engines.vllm.ports import Blocks, Lookups, Request, Terms
+
+log = logging.getLogger("vllm.kvgrpc")
+
+
+@dataclass(slots=True, eq=False)
+class Tracked:
+    """One request."""
+
+    request: Request
+    wish: Wish
+    lora: str
+    cacheable: bool
+    attempt: int = 0
+    spent: bool = False
+    """The round has ended: the next question begins another one."""
+    result: LookupResult | None = None
+    offer: tuple[int, int] = (0, 0)
+    """(first token, tokens) of the last answer."""
+    load: Load | None = None
+    """Asked of the workers, not received yet."""
+    load_failed: bool = False
+    """Nothing is loaded for it again: else it could fail for ever."""
+    chunk_tokens: int = 0
+    """That ``stored`` counts in."""
+    stored: int = 0
+    """Chunks that the server has, or was asked to store."""
+
+
+@dataclass(slots=True)
+class Held:
+    """Blocks of a save, and how many workers still have to let go of them."""
+
+    blocks: tuple[int, ...]
+    workers: int
+
+
+class Scheduler:
+    """``lora_of`` names a request's adapter; None: what identifies the request is not in its tokens alone, so that it
+    must not be cached by them."""
+
+    def __init__(
+        self, client: Lookups, terms: Terms, lora_of: Callable[[Request], str | None], blocks: Blocks | None = None
+    ) -> None:
+        self.blocks = blocks
+        self.unusable = False
+        self.report = Report()
+        """Sums of what the workers reported."""
+        self._client = client
+        self._terms = terms
+        self._lora_of = lora_of
+        self._requests: dict[str, Tracked] = {}
+        self._loads: dict[str, Load] = {}
+        self._held: dict[int, Held] = {}
+        self._held_blocks = 0
+        self._save_ids = itertools.count(1)
+        self._resets = 0
+        self._told: set[str] = set()
+
+    @property
+    def tracked(self) -> int:
+        """Requests that are not finished."""
+        return len(self._requests)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that saves hold."""
+        return self._held_blocks
+
+    @property
+    def busy(self) -> bool:
+        """Whether workers must be asked again, though there may be no request left."""
+        return bool(self._held)
+
+    # ---- lookups ----------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """Begins the first round."""
+        if request.request_id not in self._requests:
+            tracked = self._track(request)
+            if self._asks(tracked):
+                self._try(tracked)
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded behind the first ``computed`` ones; None: ask again at the next step."""
+        tracked = self._requests.get(request.request_id) or self._track(request)
+        if not self._asks(tracked):
+            return 0, False
+        if tracked.spent:
+            tracked.attempt += 1
+            tracked.spent = False
+            tracked.result = None
+        if self._terms.lookup_async:  # the client remembers the answer, and whether its server is still there
+            tracked.result = self._try(tracked)
+            if tracked.result is None:
+                return None, False
+        elif tracked.result is None:
+            tracked.result = self._wait(tracked)
+        # vLLM must compute one token at least, and its prefix ends at a block
+        block = self._terms.block_size
+        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - 1 - self._unsure)
+        tokens = most // block * block - computed
+        if tokens <= 0:
+            return 0, False
+        tracked.offer = (computed, tokens)
+        return tokens, True
+
+    def allocated(self, request: Request, external: int) -> None:
+        """The request has its blocks: loads ``external`` tokens of the offer. Comes again, with 0, after a load."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.load is not None:
+            return
+        result = tracked.result
+        tracked.spent = True
+        if result is not None and result.hit_tokens:
+            self._count_stored(tracked, result.hit_tokens)
+        if not external:
+            if result is not None and result.job_id:
+                self._client.free(request.request_id)
+            tracked.result = None
+            return
+        start = tracked.offer[0]
+        end = start + external
+        first, last = start // self._terms.block_size, end // self._terms.block_size
+        blocks = tuple(self._blocks().of(request.request_id)[first:last])
+        job_id = result.job_id if result is not None else b""
+        tracked.load = self._loads[request.request_id] = Load(request.request_id, job_id, start, end, blocks)
+
+    @property
+    def _unsure(self) -> int:
+        """Tokens before the last whose KV is computed anew after a hit: the drafter needs what comes before them."""
+        return self._terms.block_size if self._terms.volatile else 0
+
+    def _track(self, request: Request) -> Tracked:
+        wish, bad = parse_wish(request.kv_transfer_params)
+        if bad:
+            self._tell(f"kv_transfer_params: {bad}")
+        lora = self._lora_of(request)
+        tracked = Tracked(request, wish, lora or "", cacheable=lora is not None)
+        self._requests[request.request_id] = tracked
+        return tracked
+
+    def _asks(self, tracked: Tracked) -> bool:
+        never = self.unusable or tracked.load_failed or not tracked.cacheable
+        return not never and not tracked.wish.policy.no_lookup and tracked.wish.load_most >= self._terms.block_size
+
+    def _try(self, tracked: Tracked) -> LookupResult | None:
+        request, chunk = tracked.request, self._client.chunk_tokens
+        if not self._fits(chunk):
+            return LookupResult()
+        return self._client.try_lookup(
+            request.request_id,
+            lambda: self._prefix(request, chunk),
+            attempt=tracked.attempt,
+            lora=tracked.lora,
+            cache_salt=self._salt(request),
+            policy=tracked.wish.policy,
+        )
+
+    def _wait(self, tracked: Tracked) -> LookupResult:
+        request, chunk = tracked.request, self._client.chunk_tokens
+        if not self._fits(chunk):
+            return LookupResult()
+        return self._client.lookup(
+            request.request_id,
+            lambda: self._prefix(request, chunk),
+            timeout_s=self._terms.lookup_block_s,
+            attempt=tracked.attempt,
+            lora=tracked.lora,
+            cache_salt=self._salt(request),
+            policy=tracked.wish.policy,
+        )
+
+    # ---- content ----------------------------------------------------------------------------------------------------
+
+    def _fits(self, chunk: int) -> bool:
+        if chunk and chunk % self._terms.block_size:
+            self._tell(
+                f"a block has {self._terms.block_size} tokens, the server's chunk {chunk}: nothing is cached; "
+                f"start the server with --chunk-tokens of a multiple of {self._terms.block_size}"
+            )
+            return False
+        return chunk > 0
+
+    def _prefix(self, request: Request, chunk: int) -> Content:
+        if self._terms.own_hashes:
+            return Tokens.from_ids(request.all_token_ids)
+        tokens = min(request.num_tokens, len(request.block_hashes) * self._terms.hash_block_size)
+        return Hashes(self._keys(request, chunk, 0, tokens // chunk), request.num_tokens)
+
+    def _keys(self, request: Request, chunk: int, first: int, end: int) -> tuple[bytes, ...]:
+        """The last block's hash of each chunk. The chunk's size is part of a key, so that keys that were made for one
+        server can never name other tokens at its successor."""
+        hashes, step = request.block_hashes, chunk // self._terms.hash_block_size
+        size = chunk.to_bytes(4, "little")
+        return tuple(bytes(hashes[at * step - 1]) + size for at in range(first + 1, end + 1))
+
+    def _salt(self, request: Request) -> str:
+        """vLLM's block hashes contain the salt."""
+        return request.cache_salt or "" if self._terms.own_hashes else ""
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, scheduled: Iterable[tuple[str, int]]) -> Step:
+        """What the workers are asked for. ``scheduled``: (request, its computed tokens when the step is done)."""
+        step = Step(self._resets)
+        for request_id, computed in scheduled:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._save(tracked, computed, step)
+        step.loads = list(self._loads.values())
+        self._loads = {}
+        return step
+
+    def _save(self, tracked: Tracked, computed: int, step: Step) -> None:
+        if self.unusable or tracked.wish.policy.no_store or not tracked.cacheable or not self._client.attached:
+            return
+        chunk = self._client.chunk_tokens
+        if not self._fits(chunk):
+            return
+        self._count_stored(tracked, 0)
+        end = min(self._final(tracked, computed), tracked.wish.store_most) // chunk
+        if end <= tracked.stored:
+            return
+        first, block = tracked.stored, self._terms.block_size
+        request_id = tracked.request.request_id
+        blocks = tuple(self._blocks().of(request_id)[first * chunk // block : end * chunk // block])
+        if len(blocks) * block < (end - first) * chunk:
+            return
+        if self._held_blocks + len(blocks) > max(1, int(self._terms.store_share * self._blocks().total)):
+            return  # the server does not keep up; at the next step perhaps
+        save_id = next(self._save_ids)
+        own = self._terms.own_hashes
+        save = Save(
+            save_id,
+            first * chunk,
+            end * chunk,
+            blocks,
+            hashes=() if own else self._keys(tracked.request, chunk, first, end),
+            first_chunk=first,
+            tokens=_packed(tracked.request, end * chunk) if own else b"",
+            lora=tracked.lora,
+            cache_salt=self._salt(tracked.request),
+            policy=tracked.wish.policy,
+        )
+        self._blocks().hold(blocks)
+        self._held[save_id] = Held(blocks, self._terms.workers)
+        self._held_blocks += len(blocks)
+        tracked.stored = end
+        step.saves.append(save)
+
+    def _final(self, tracked: Tracked, computed: int) -> int:
+        """Tokens whose KV is final after the step: no drafts, and not the last one where a drafter looks ahead."""
+        request = tracked.request
+        known = request.num_tokens
+        if not self._terms.own_hashes:
+            known = min(known, len(request.block_hashes) * self._terms.hash_block_size)
+        if not self._terms.store_generated:
+            known = min(known, request.num_prompt_tokens)
+        final = min(computed, known)
+        if self._terms.volatile:
+            final = min(final, request.num_tokens - 1)
+        return final
+
+    def _count_stored(self, tracked: Tracked, hit_tokens: int) -> None:
+        chunk = self._client.chunk_tokens
+        if chunk != tracked.chunk_tokens:
+            tracked.chunk_tokens, tracked.stored = chunk, 0
+        if chunk:
+            tracked.stored = max(tracked.stored, hit_tokens // chunk)
+
+    # ---- ends -------------------------------------------------------------------------------------------------------
+
+    def update(self, report: Report | None, received: Iterable[str], invalid: Iterable[int]) -> None:
+        """What the workers say after a step."""
+        bad = frozenset(invalid)
+        for request_id in received:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.load is None:
+                continue
+            if not bad.isdisjoint(tracked.load.blocks):
+                tracked.load_failed = True
+                tracked.stored = 0
+                tracked.result = None
+                self._client.free(request_id)
+            tracked.load = None
+        if report is None:
+            return
+        for save_id, count in report.ended.items():
+            held = self._held[save_id]
+            held.workers -= count
+            if held.workers <= 0:
+                del self._held[save_id]
+                self._held_blocks -= len(held.blocks)
+                self._blocks().release(held.blocks)
+        if report.unusable and not self.unusable:
+            self.unusable = True
+            self._tell("a worker cannot share its KV memory: this engine runs without the cache")
+        self.report.add(report)
+
+    def finished(self, request_id: str) -> None:
+        """Finished or aborted, in whatever state."""
+        if self._requests.pop(request_id, None) is not None:
+            self._client.discard(request_id)
+        if request_id in self._loads:
+            self._loads[request_id] = Load(request_id, b"", 0, 0, ())
+
+    def reset(self) -> None:
+        """What was computed so far is no longer to be found or stored."""
+        self._resets += 1
+        for request_id, tracked in self._requests.items():
+            tracked.cacheable = False
+            if tracked.load is None:
+                self._client.discard(request_id)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> Blocks:
+        assert self.blocks is not None, "vLLM has not bound its block pool"
+        return self.blocks
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told and len(self._told) < 64:
+            self._told.add(text)
+            log.warning("kvgrpc: %s (not logged again)", text)
+
+
+def _packed(request: Request, end: int) -> bytes:
+    return bytes(Tokens.from_ids(itertools.islice(request.all_token_ids, end)).data)

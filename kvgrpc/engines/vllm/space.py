@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who an engine is, out of vLLM's configuration: everything that changes the bytes of a block.
+
+vLLM's own block hashes contain tokens, LoRA adapter, salt, multimodal inputs and prompt embeddings, and nothing of
+model, types, layout or ranks: that is what the space adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvgrpc.api import OWN_HASH_ALGORITHM, BlockForm, KvGroup
+from kvgrpc.client.parallel import ParallelStrategy
+from kvgrpc.core.types import SpaceIdentity
+from kvgrpc.engines.vllm.memory import Form
+from kvgrpc.transfer.layout import stored_form
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.json")
+SEEDLESS = "xxhash"
+"""Block hashes of this family begin with random bytes in each process unless PYTHONHASHSEED is set."""
+
+
+class UnsupportedError(ValueError):
+    """A configuration that this connector cannot serve; said at start, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the connector needs to know of its engine."""
+
+    engine_id: str
+    identity: SpaceIdentity
+    form: Form
+    layers: tuple[str, ...]
+    hash_block_size: int
+    own_hashes: bool
+    volatile: bool
+    strategy: ParallelStrategy
+    notes: tuple[str, ...] = ()
+    """To be said once in the log."""
+
+
+def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str | None, version: str) -> Facts:
+    """``seed``: PYTHONHASHSEED, None where it is not set. ``version``: vLLM's, since layouts follow the program.
+
+    Raises UnsupportedError.
+    """
+    _check_parallel(config.parallel_config)
+    group = _only_group(kv_config)
+    spec = group.kv_cache_spec
+    is_mla = "MLA" in type(spec).__name__
+    model, cache = config.model_config, config.cache_config
+    own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
+    algorithm = OWN_HASH_ALGORITHM if own_hashes else f"vllm:{cache.prefix_caching_hash_algo}"
+    layers = tuple(group.layer_names)
+    device = str(config.device_config.device_type)
+    form = Form(
+        int(spec.block_size),
+        int(kv_config.num_blocks),
+        backend=f"vllm-{version}-{device}-{'mla' if is_mla else 'attn'}",
+        layout=f"{kv_config.kv_cache_layout or 'unknown'}-{_layout_digest(spec, device)}",
+    )
+    strategy = _strategy(config, is_mla)
+    identity = SpaceIdentity(
+        model=namespace or str(model.model),
+        revision=_revision(config, namespace),
+        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}".replace("torch.", ""),
+        kv_world_size=strategy.kv_world_size,
+        hash_algorithm=algorithm,
+        stored_form=stored_form(
+            (KvGroup(form.block_size, form.num_blocks, (), BlockForm.OPAQUE, backend=form.backend, layout=form.layout),)
+        ),
+    )
+    speculative = config.speculative_config
+    return Facts(
+        engine_id=str(config.kv_transfer_config.engine_id),
+        identity=identity,
+        form=form,
+        layers=layers,
+        hash_block_size=int(kv_config.hash_block_size or spec.block_size),
+        own_hashes=own_hashes,
+        volatile=bool(speculative is not None and speculative.use_eagle()),
+        strategy=strategy,
+        notes=notes,
+    )
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise UnsupportedError(f"kvgrpc: {name} is {size}; only 1 is supported: ranks would hold parts of a block")
+
+
+def _only_group(kv_config: Any) -> Any:
+    groups: Sequence[Any] = kv_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
+        raise UnsupportedError(
+            f"kvgrpc: this model has {len(groups)} KV cache groups ({kinds}); models with sliding windows or recurrent "
+            "state beside full attention are not supported yet"
+        )
+    (group,) = groups
+    kind = type(group.kv_cache_spec).__name__
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise UnsupportedError(f"kvgrpc: KV caches of kind {kind} are not supported yet, only full attention and MLA")
+    return group
+
+
+def _hashing(algorithm: str, wanted: str, seed: str | None) -> tuple[bool, tuple[str, ...]]:
+    """Whether the server hashes token ids itself, and what is to be said of that."""
+    random = algorithm.startswith(SEEDLESS) and seed is None
+    if wanted == "tokens":
+        return True, ()
+    if not random:
+        return False, ()
+    if wanted == "block":
+        raise UnsupportedError(
+            f"kvgrpc: hashes is 'block', but block hashes by {algorithm} differ in each process; "
+            "use --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED"
+        )
+    return True, (
+        f"block hashes by {algorithm} differ in each process unless PYTHONHASHSEED is set: the server hashes token ids "
+        "instead, and requests with images, other inputs or prompt embeddings are not cached; sha256_cbor has no such "
+        "limit",
+    )
+
+
+def _strategy(config: Any, is_mla: bool) -> ParallelStrategy:
+    parallel = config.parallel_config
+    tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    heads = None if is_mla else int(config.model_config.get_total_num_kv_heads())
+    try:
+        return ParallelStrategy(is_mla, tp * pp, int(parallel.rank) % (tp * pp), tp, pp, heads)
+    except ValueError as error:
+        raise UnsupportedError(f"kvgrpc: {error}") from error
+
+
+def _layout_digest(spec: Any, device: str) -> str:
+    """Shape of a block, and how the CPU kernels order its bytes, which depends on the processor."""
+    facts = [spec.block_size, getattr(spec, "num_kv_heads", 0), spec.head_size, getattr(spec, "head_size_v", None)]
+    facts.append(spec.page_size_bytes)
+    if device == "cpu":
+        facts.append(_processor())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    import platform
+
+    import torch
+
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    avx512 = getattr(torch.cpu, "_is_avx512_supported", lambda: False)()
+    return f"{platform.machine()}/{amx}/{avx512}"
+
+
+def _revision(config: Any, namespace: str) -> str:
+    """What changes the values at a given model name. A namespace is the operator's word for the weights, so then only
+    the program's part counts."""
+    model = config.model_config
+    hf = getattr(model, "hf_text_config", None) or model.hf_config
+    facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    if namespace:
+        return digest
+    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
+    return f"{digest}/{commit}/{_weights(str(model.model))}"
+
+
+def _weights(model: str) -> str:
+    """Of a local folder: names, sizes and times of its files, so that weights that were replaced are not mistaken."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return ""
+    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
+    facts = [(path.name, found.st_size, found.st_mtime_ns) for path in files for found in (path.stat(),)]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines share data, out of vLLM's configuration; and which configurations are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace as Config
+from typing import Any
+
+import pytest
+
+from kvgrpc.engines.vllm.options import Options, parse_options
+from kvgrpc.engines.vllm.space import Facts, UnsupportedError, facts_of
+
+
+class FullAttentionSpec(Config):
+    pass
+
+
+class MLAAttentionSpec(Config):
+    pass
+
+
+class MambaSpec(Config):
+    pass
+
+
+def spec(kind: type[Config] = FullAttentionSpec, **changes: Any) -> Any:
+    usual = {"block_size": 32, "dtype": "torch.bfloat16", "num_kv_heads": 2, "head_size": 64, "page_size_bytes": 16384}
+    return kind(**{**usual, **changes})
+
+
+def facts(
+    *, kinds: tuple[Any, ...] = (), namespace: str = "", hashes: str = "auto", seed: str | None = None, **changes: Any
+) -> Facts:
+    groups = [Config(kv_cache_spec=each, layer_names=["a", "b"]) for each in kinds or (spec(),)]
+    text = Config(to_json_string=lambda use_diff: changes.get("text", "{}"))
+    parallel = {
+        "tensor_parallel_size": changes.get("tp", 1),
+        "pipeline_parallel_size": changes.get("pp", 1),
+        "rank": changes.get("rank", 0),
+        "decode_context_parallel_size": changes.get("dcp", 1),
+        "prefill_context_parallel_size": changes.get("pcp", 1),
+    }
+    config = Config(
+        parallel_config=Config(**parallel),
+        cache_config=Config(
+            prefix_caching_hash_algo=changes.get("algorithm", "sha256"), cache_dtype=changes.get("kv", "auto")
+        ),
+        device_config=Config(device_type="cpu"),
+        kv_transfer_config=Config(engine_id="e" * 32),
+        speculative_config=None,
+        model_config=Config(
+            model=changes.get("model", "org/model"),
+            revision=changes.get("revision"),
+            dtype="torch.bfloat16",
+            quantization=None,
+            hf_text_config=text,
+            hf_config=text,
+            get_total_num_kv_heads=lambda: changes.get("heads", 2),
+        ),
+    )
+    kv = Config(kv_cache_groups=groups, num_blocks=10, kv_cache_layout="LBHNC", hash_block_size=32)
+    return facts_of(config, kv, namespace, hashes, seed, changes.get("version", "0.32.0"))
+
+
+def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
+    assert facts().identity == facts().identity
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "org/other"},
+        {"revision": "abc"},
+        {"text": '{"rope": 2}'},
+        {"kv": "fp8"},
+        {"tp": 2},
+        {"algorithm": "sha256_cbor"},
+        {"version": "0.33.0"},
+        {"kinds": (spec(block_size=64),)},
+        {"kinds": (spec(head_size=128),)},
+        {"kinds": (spec(MLAAttentionSpec),)},
+        {"hashes": "tokens"},
+    ],
+)
+def test_what_changes_bytes_changes_the_space(other: dict[str, Any]):
+    assert facts(**other).identity != facts().identity
+
+
+def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"1" * 8)
+    before = facts(model=str(tmp_path)).identity
+    assert facts(model=str(tmp_path)).identity == before
+    weights.write_bytes(b"2" * 9)
+    assert facts(model=str(tmp_path)).identity != before
+    assert facts(model=str(tmp_path), namespace="n").identity == facts(model="elsewhere", namespace="n").identity
+
+
+def test_parallel_places():
+    ranks = [facts(tp=2, pp=2, rank=rank).strategy.kv_rank for rank in range(4)]
+    assert ranks == [0, 1, 2, 3]
+    shared = facts(kinds=(spec(MLAAttentionSpec),), tp=4, rank=2).strategy
+    assert (shared.kv_world_size, shared.kv_rank, shared.is_kv_writer) == (1, 0, False)
+    assert facts(tp=4, rank=3, heads=2).strategy.kv_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dcp": 2}, "decode_context_parallel_size is 2"),
+        ({"pcp": 2}, "prefill_context_parallel_size is 2"),
+        ({"kinds": (spec(), spec(MambaSpec))}, "2 KV cache groups .FullAttentionSpec, MambaSpec."),
+        ({"kinds": (spec(MambaSpec),)}, "MambaSpec are not supported"),
+        ({"algorithm": "xxhash", "hashes": "block"}, "differ in each process"),
+        ({"tp": 3, "heads": 2}, "one must divide the other"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(wrong: dict[str, Any], said: str):
+    with pytest.raises(UnsupportedError, match=said):
+        facts(**wrong)
+
+
+def test_hashes_that_differ_in_each_process_are_not_used():
+    random = facts(algorithm="xxhash")
+    assert random.own_hashes
+    assert len(random.notes) == 1
+    seeded = facts(algorithm="xxhash", seed="0")
+    assert (seeded.own_hashes, seeded.notes, facts().own_hashes) == (False, (), False)
+
+
+def test_options():
+    assert parse_options({}) == Options()
+    assert parse_options({"address": "unix:/s", "store_share": 1, "lookup_async": False}).store_share == 1.0
+    for wrong in (
+        {"adress": "x"},
+        {"lookup_async": 1},
+        {"lookup_timeout_ms": 0},
+        {"hashes": "md5"},
+        {"store_share": 2},
+    ):
+        with pytest.raises(ValueError, match=f"kv_connector_extra_config.*{next(iter(wrong))}"):
+            parse_options(wrong)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine and a server side by side, and what tests ask of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvgrpc.client import ClearTarget, Client, ServerStatus
+from tests.served import Served, wait_until
+from tests.vllm.engine import Engine, Said, connector
+
+KV_BYTES = 128 << 20
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(7 * at * seed + seed) % 997 + 3 for at in range(length)]
+
+
+class Bench:
+    """``changes`` are arguments of LLM, ``extra`` options of the connector."""
+
+    def __init__(self, model: str, served: Served, extra: dict[str, Any] | None = None, **changes: Any) -> None:
+        self.served = served
+        kv = connector(served.address, **(extra or {}))
+        self.engine = Engine(model, kv, **{"kv_cache_memory_bytes": KV_BYTES, **changes})
+        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+
+    # ---- the engine -------------------------------------------------------------------------------------------------
+
+    def say(self, *prompts: Sequence[int], **asked: Any) -> list[Said]:
+        """Answers, with everything stored that is to be stored."""
+        said = self.engine.say(*prompts, **asked)
+        self.engine.settle()
+        return said
+
+    def cold(self, *prompts: Sequence[int], **asked: Any) -> list[tuple[int, ...]]:
+        """What the prompts are answered with when nothing is cached anywhere; leaves everything empty."""
+        answers = []
+        for each in prompts:
+            key = (tuple(each), *sorted(asked.items()))
+            if key not in self._known:
+                self.wipe()
+                (said,) = self.say(each, **asked)
+                assert said.cached == 0
+                self._known[key] = said.tokens
+            answers.append(self._known[key])
+        self.wipe()
+        return answers
+
+    def local(self, asked: list[int], cached: int) -> tuple[int, ...]:
+        """What vLLM says behind so many tokens of its own prefix cache. Its matrix products round otherwise for other
+        lengths of the rest, so with few tokens cached that may not be what it says without a cache."""
+        self.wipe()
+        nothing = {"kvgrpc.no_store": True, "kvgrpc.no_lookup": True}
+        self.say(asked[: cached + 1], tokens=1, params=nothing)
+        (said,) = self.say(asked, params=nothing)
+        assert said.cached == cached
+        self.wipe()
+        return said.tokens
+
+    def forget(self) -> None:
+        """Empties vLLM's own prefix cache, not the server."""
+        assert self.engine.forget() == 0
+
+    def wipe(self) -> None:
+        self.forget()
+        with Client(self.served.address) as client:
+            client.clear(ClearTarget(all=True))
+
+    def scheduler(self) -> Any:
+        return self.engine.connector._scheduler
+
+    # ---- the server -------------------------------------------------------------------------------------------------
+
+    def status(self) -> ServerStatus:
+        with Client(self.served.address) as client:
+            return client.get_status()
+
+    def check_nothing_left(self) -> None:
+        """No request, copy, block, lease or pin; all but free and ready memory is given back."""
+        self.engine.settle()
+        scheduler, pool = self.scheduler(), self.engine.pool
+        assert (scheduler.tracked, scheduler.held_blocks, scheduler.busy) == (0, 0, False)
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert not self.worker().busy
+
+        def quiet() -> bool:
+            now = self.status()
+            used = now.arena.total_bytes - now.arena.free_bytes - now.arena.ready_bytes
+            return (now.pins, now.calls_in_flight, used) == (0, 0, 0)
+
+        wait_until(quiet, 10)
+
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models with random weights, made from a seed: large enough that damaged KV changes what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+COMMON = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+
+
+def make_mla(folder: Path) -> Path:
+    """Multi-head latent attention, as DeepSeek's."""
+    torch.manual_seed(1234)
+    config = DeepseekV2Config(
+        **COMMON,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=None,
+        first_k_dense_replace=3,
+    )
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def make_llama(folder: Path) -> Path:
+    """Grouped-query attention: 4 layers, 4 heads on 2 KV heads."""
+    torch.manual_seed(1234)
+    config = LlamaConfig(**COMMON, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of other kinds and in other processes: restarted, beside each other, tight, in parallel, with other KV."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvgrpc.client import ClearTarget, Client
+from tests.served import Served, serving, wait_until
+from tests.vllm.bench import prompt
+from tests.vllm.processes import EngineProcess, engine_process
+
+A = prompt(3, 500)
+B = A[:256] + prompt(11, 244)
+TURN = prompt(17, 512)
+NO_CACHE = {"kvgrpc.no_store": True, "kvgrpc.no_lookup": True}
+
+
+@pytest.fixture
+def empty(served: Served) -> Iterator[Served]:
+    with Client(served.address) as client:
+        client.clear(ClearTarget(all=True))
+    yield served
+    with Client(served.address) as client:
+        wait_until(lambda: (client.get_status().pins, client.get_status().calls_in_flight) == (0, 0), 10)
+
+
+def cached(said: list[Any]) -> list[int]:
+    return [each.cached for each in said]
+
+
+def check(engine: EngineProcess, hit: int = 448) -> list[tuple[int, ...]]:
+    """Cold without the cache, cold with it, and again: the same words, and exactly the hits there must be."""
+    cold = [engine.say(each, params=NO_CACHE)[0] for each in (A, B)]
+    first = engine.say(A)
+    again = engine.say(A)
+    other = engine.say(B)
+    assert (cached(first), cached(again), cached(other)) == ([0], [hit], [256])
+    words = [each.tokens for each in cold]
+    assert [first[0].tokens, again[0].tokens, other[0].tokens] == [words[0], words[0], words[1]]
+    return words
+
+
+def test_an_engine_that_was_killed_finds_its_prompts_again(llama: str, empty: Served, tmp_path: Path):
+    """The second process has other blocks, another hash seed of Python, and a core and a worker of their own."""
+    with engine_process(llama, empty.address, tmp_path / "1", num_gpu_blocks_override=200) as engine:
+        words = check(engine)
+        engine.end(signal.SIGKILL)
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = {"num_gpu_blocks_override": 120, "variables": changes}
+    with engine_process(llama, empty.address, tmp_path / "2", **options) as engine:
+        engine.say(prompt(47, 300), params=NO_CACHE)
+        said = engine.say(A, B)
+        assert [each.tokens for each in said] == words
+        assert min(cached(said)) >= 448
+
+
+def test_two_engines_share_while_both_run(llama: str, empty: Served, tmp_path: Path):
+    with engine_process(llama, empty.address, tmp_path / "1") as one:
+        with engine_process(llama, empty.address, tmp_path / "2", extra={"lookup_async": False}) as two:
+            words = check(one)
+            said = two.say(A)
+            assert (said[0].tokens, cached(said)) == (words[0], [448])
+            for engine in (one, two):
+                engine.ask(*[TURN + prompt(at, 40) for at in range(8)], tokens=8)
+            first, second = one.answered(), two.answered()
+            assert [each.tokens for each in first] == [each.tokens for each in second]
+
+
+def test_few_blocks_and_short_steps(llama: str, empty: Served, tmp_path: Path):
+    """Prefill in pieces, and requests that are preempted for want of blocks."""
+    prompts = [prompt(51 + at, 200) for at in range(6)]
+    tight = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 96, "max_model_len": 512}
+    with engine_process(llama, empty.address, tmp_path / "1", **tight) as engine:
+        words = [engine.say(each, tokens=100, params=NO_CACHE)[0].tokens for each in prompts]
+        for _ in range(3):
+            said = engine.say(*prompts, tokens=100)
+            assert [each.tokens for each in said] == words
+        assert engine.preemptions > 0
+        assert min(cached(said)) >= 192
+
+
+def test_own_hashes(llama: str, empty: Served, tmp_path: Path):
+    """xxhash begins with random bytes in each process: the server hashes token ids instead."""
+    options = {"prefix_caching_hash_algo": "xxhash"} if has_xxhash() else {"extra": {"hashes": "tokens"}}
+    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
+        check(engine)
+        assert cached(engine.say(A, salt="tenant")) == [0]
+    with engine_process(llama, empty.address, tmp_path / "2", **options) as engine:
+        assert cached(engine.say(A)) == [448]
+
+
+def has_xxhash() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("xxhash") is not None
+
+
+def test_fp8(llama: str, empty: Served, tmp_path: Path):
+    with engine_process(llama, empty.address, tmp_path / "1", kv_cache_dtype="fp8") as engine:
+        check(engine)
+
+
+def test_mla(empty: Served, tmp_path: Path):
+    from tests.vllm.models import make_mla
+
+    model = str(make_mla(tmp_path / "model"))
+    with engine_process(model, empty.address, tmp_path / "1", block_size=16) as engine:
+        check(engine)
+
+
+def test_two_tensor_parallel_ranks(llama: str, empty: Served, tmp_path: Path):
+    options = {"tensor_parallel_size": 2, "variables": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
+        check(engine)
+
+
+def test_two_connectors(llama: str, empty: Served, tmp_path: Path):
+    """One wins, the other gives its pins back."""
+    with serving("--chunk-tokens", "32", "--l1-size", "64MiB") as second:
+        with engine_process(llama, empty.address, tmp_path / "1", second=second.address) as engine:
+            check(engine)
+            with Client(empty.address) as client:
+                client.clear(ClearTarget(all=True))
+            assert cached(engine.say(A)) == [480]
+        with Client(second.address) as client:
+            wait_until(lambda: (client.get_status().pins, client.get_status().calls_in_flight) == (0, 0), 10)
