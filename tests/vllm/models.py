@@ -33,7 +33,8 @@ def make_mla(folder: Path) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=64,
         v_head_dim=64,
-        n_routed_experts=None,
+        n_routed_experts=4,
+        moe_intermediate_size=128,
         first_k_dense_replace=3,
     )
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
