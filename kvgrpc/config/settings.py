@@ -22,7 +22,7 @@ from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_si
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
 MESSAGE_MIN = 64 << 10
-PAGE_MIN = 4096
+PAGE_MIN = 512
 
 
 class SettingsError(Exception):

@@ -91,7 +91,7 @@ def test_a_signal_before_it_serves_and_many_after_it_ended_are_no_error(number: 
         (["--allow-uid", "me"], "'me' is not a whole number"),
         (["--copy-threads", "2000"], "at most 256"),
         (["--drain-ms", "9" * 20], "less than or equal to"),
-        (["--page-size", "3"], "at least 4096 bytes"),
+        (["--page-size", "3"], "at least 512 bytes"),
         (["--quota", "a=1GiB", "--quota", "a=2GiB"], "'a' has two quotas"),
     ],
 )
