@@ -21,7 +21,7 @@ from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
-from kvgrpc.transfer.room import available_memory
+from kvgrpc.transfer.room import available_memory, free_huge_pages
 from kvgrpc.transfer.shm import SharedMemoryMover
 
 
@@ -74,8 +74,8 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
 
 async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
     limits = settings.core_limits()
-    available_bytes = available_memory()
-    l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes)
+    available_bytes = free_huge_pages() if settings.huge_pages else available_memory()
+    l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     book = Bookkeeper(limits, arena.ready_bytes)

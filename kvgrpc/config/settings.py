@@ -150,7 +150,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _one_kind_of_memory(self) -> Settings:
         if self.arena_path is not None and self.huge_pages:
-            raise ValueError("--huge-pages and --arena-path exclude each other; name a file on a hugetlbfs instead")
+            raise ValueError("--huge-pages and --arena-path exclude each other: huge pages have no name")
         return self
 
     @model_validator(mode="after")

@@ -65,6 +65,13 @@ def available_memory(cgroup_root: Path = CGROUP_ROOT, proc_cgroup: Path = Path("
     return min([psutil.virtual_memory().available, *_cgroup_rooms(cgroup_root, proc_cgroup)])
 
 
+def free_huge_pages(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of the default size's reserved huge pages that nobody has taken."""
+    facts = dict(line.split(":", 1) for line in _read(meminfo).splitlines() if ":" in line)
+    pages, size_kib = (int(facts.get(name, "0").split()[0]) for name in ("HugePages_Free", "Hugepagesize"))
+    return pages * size_kib * 1024
+
+
 def _cgroup_rooms(root: Path, proc_cgroup: Path) -> list[int]:
     rooms: list[int] = []
     for base, path, limit, usage, reclaimable in _memory_groups(root, _read(proc_cgroup)):

@@ -99,6 +99,12 @@ def test_what_cannot_be_meant_is_refused(flags: list[str], says: str, tmp_path: 
     assert says in refused(*flags, folder=tmp_path)
 
 
+def test_huge_pages_are_counted_as_such(tmp_path: Path):
+    """More than any machine has reserved."""
+    text = refused("--huge-pages", "--l1-size", "1000TiB", folder=tmp_path)
+    assert "of reserved huge pages (vm.nr_hugepages) are available" in text
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_socket_path_that_is_taken_leaves_nothing(kind: str, tmp_path: Path):
     (tmp_path / "s").mkdir() if kind == "folder" else (tmp_path / "s").touch()

@@ -65,3 +65,11 @@ def test_a_refusal_leaves_nothing_open(mover: SharedMemoryMover, folder: Path, m
     assert len(os.listdir("/proc/self/fd")) == before + 2
     mover.unmap(1)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_free_huge_pages(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree:  100 kB\nHugePages_Total:  40\nHugePages_Free:   32\nHugepagesize:  2048 kB\n")
+    assert room.free_huge_pages(meminfo) == 64 << 20
+    meminfo.write_text("MemFree:  100 kB\n")  # a kernel without them
+    assert room.free_huge_pages(meminfo) == 0
