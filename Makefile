@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm soak helm
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -146,6 +146,13 @@ $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 VLLM_TESTS ?= tests/vllm
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM)/bin/python -m pytest -q $(VLLM_TESTS)
+
+# The peer's connector, seen by the engines of its side only: in one environment its versions would exclude vLLM's.
+build/vllm-peer:
+	$(PY) -m pip install --quiet --no-deps --target $@ lmcache==0.5.6 sortedcontainers==2.4.0
+
+vllm-bench: $(STAMP) $(VLLM)/.installed $(PEER)/.installed build/vllm-peer ## one vLLM with this service, its peer and no cache, in turns; JSON=FILE writes the figures
+	$(PY) -m benchmarks.vllm_compare $(if $(JSON),--json $(JSON))
 
 peer-env: $(PEER)/.installed ## .venv-peer with the peer that peer-bench compares with (1.9 GB)
 
