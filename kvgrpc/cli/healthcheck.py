@@ -39,7 +39,10 @@ def healthcheck(name: str, address: str | None, timeout_ms: int) -> None:
         target = parse_address(address or default_address()).target
     except (UntrustedSocketError, ValueError) as error:
         _fail(str(error), WRONG)
-    answer = _ask(target, name, timeout_ms / 1000)
+    try:
+        answer = _ask(target, name, timeout_ms / 1000)
+    except UnicodeEncodeError:
+        _fail("NAME is no UTF-8", WRONG)
     word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer)
     if answer != health_pb2.HealthCheckResponse.SERVING:
         _fail(f"{target}: {name}: {word}", NOT_SERVING)

@@ -103,13 +103,25 @@ class Query:
 
     def check_repeat(self, content: object, lora: str, cache_salt: str) -> None:
         """ValueError for another question under this request id and attempt: its answer would be another prompt's."""
-        other_prompt = not (callable(content) or self.given is None or content is self.given or content == self.given)
+        known = self.given
+        other_prompt = not (callable(content) or known is None or content is known or _plain(content) == _plain(known))
         if other_prompt or (lora, cache_salt) != (self.lora, self.cache_salt):
             what = "prompt" if other_prompt else "adapter or tenant"
             raise ValueError(
                 f"request {self.request_id!r} has been looked up with another {what}: "
                 "discard it first, or count attempt up"
             )
+
+
+def _plain(content: object) -> object:
+    """Content as it can be compared, whatever holds its hashes or tokens."""
+    match content:
+        case api.Hashes():
+            return tuple(content.hashes), content.num_tokens, content.first_chunk
+        case api.Tokens():
+            return bytes(content.data)
+        case _:
+            return content
 
 
 class Lookups:

@@ -235,6 +235,7 @@ class SchedulerClient:
             oldest = next(iter(self._queries)) if len(self._queries) > self._options.remembered else None
         if twin is not None:  # another thread asked meanwhile
             self._unask(query)
+            twin.check_repeat(content, query.lora, query.cache_salt)
             return twin.future
         if older is not None:
             self._loop.post(lookups.supersede, older)

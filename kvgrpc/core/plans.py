@@ -186,6 +186,7 @@ class StorePlan(Plan):
         self._space = space
         self._table = space.table
         self._refusal = ""
+        self._ahead = self._end  # chunks to ask room for at once: as many as were given, and more after all were
         self.held: list[Chunk] | None = None
 
     def _open_next(self, most: int) -> Targets:
@@ -219,12 +220,13 @@ class StorePlan(Plan):
                 return self._set(self._at, RESIDENT)
         if self._refusal:
             return self._set(self._at, (Outcome.REFUSED, self._refusal))
-        last = min(place + most, self._end - self._first_key) if chunk is None else place + 1
+        last = min(place + min(most, self._ahead), self._end - self._first_key) if chunk is None else place + 1
         keys = table.unknown(self._keys[place:last]) if chunk is None else self._keys[place:last]
         slots = index.reserve(self._space, self._object_bytes, len(keys))
         if isinstance(slots, str):
             self._refusal = slots
             return self._set(self._at, (Outcome.REFUSED, slots))
+        self._ahead = len(slots) * 2 if len(slots) == len(keys) else len(slots)
         chunks = index.begin_objects(table, keys[: len(slots)], rank, slots, self._policy.priority)
         if chunk is None:
             self._hold(chunks, held)

@@ -31,7 +31,6 @@ from kvgrpc.core.types import (
     ChunkResult,
     CoreLimits,
     EngineDraining,
-    Extent,
     JobDone,
     ProbeTiers,
     ReadTier,
@@ -46,6 +45,7 @@ from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.tiers.base import Tier, TierFault
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.runs import trim
 
 if TYPE_CHECKING:
     from kvgrpc.runtime.session import DriverSession
@@ -105,7 +105,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self.next_mapping_id = itertools.count(1).__next__
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     # ---- for callers ------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Driver:
         else:
             report = done.result()
         self.book.slice_done(self.now(), work.slice_id, report)
-        if not self._closed:  # else the threads that would go on are ending
+        if self._closing is None:  # else the threads that would go on are ending
             self.pump()
 
     def _unmapped(self, mapping_id: int, done: Future[None]) -> None:
@@ -372,10 +372,13 @@ class Driver:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Ends tasks, waits for running copies, closes the mover. No call may run any more. Harmless when repeated."""
-        if self._closed:
-            return
-        self._closed = True
+        """Ends tasks, waits for running copies, closes the mover. No call may run any more. Harmless when repeated; a
+        close that was cancelled goes on, and the next one waits for it."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for task in tuple(self._tasks):
@@ -387,14 +390,3 @@ class Driver:
         for tier in self.hands.tiers.values():
             await tier.close()
         self.hands.mover.close()
-
-
-def trim(extents: Sequence[Extent], size_bytes: int) -> list[Extent]:
-    """The first ``size_bytes`` of the extents: a slot may be larger than its object."""
-    out: list[Extent] = []
-    for offset, length in extents:
-        if size_bytes <= 0:
-            break
-        out.append((offset, min(length, size_bytes)))
-        size_bytes -= length
-    return out

@@ -143,11 +143,11 @@ class Server:
             self._watching = None
         if self._server is not None:
             await self._server.stop(grace_s)
-            self._server = None
             # gRPC has cancelled what was left, but not waited for it; after this, nobody calls the cache any more
             await self._traffic.wait_empty(STOP_S)
             if self._at_rest is not None:
                 await self._at_rest()
+            self._server = None  # only now: when a second signal cuts the drain short, all of this is awaited again
             log.info("stopped")
         self._release()
         self._stopped.set()

@@ -33,7 +33,8 @@ class PageDebt:
         """(descriptor, registered bytes) of files with missing pages, by mapping."""
 
     def take(self, mapping_id: int, files: dict[int, int]) -> None:
-        """``files``: registered bytes by descriptor, which stays the caller's. Refuses: MEMORY."""
+        """``files``: registered bytes by descriptor, which stays the caller's. Refuses: MEMORY. Whatever it raises, the
+        caller drops what was taken until then."""
         missing = sum(_missing_bytes(fd, size) for fd, size in files.items())
         if not missing:
             return
@@ -47,7 +48,10 @@ class PageDebt:
                     f"fills them, but it can spare {room}: write the memory, or posix_fallocate it, before it is shared"
                 )
                 raise Refusal(Reason.MEMORY, sentence, field="memory")
-            self._owing[mapping_id] = [(os.dup(fd), size) for fd, size in files.items() if _missing_bytes(fd, size)]
+            owing = self._owing[mapping_id] = list[tuple[int, int]]()
+            for fd, size in files.items():
+                if _missing_bytes(fd, size):
+                    owing.append((os.dup(fd), size))
 
     def drop(self, mapping_id: int) -> None:
         """The mapping is gone. Harmless when nothing was taken."""

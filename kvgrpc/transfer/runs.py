@@ -102,3 +102,14 @@ def _placed(cuts: Iterable[_Cut], extents: Sequence[Extent]) -> Iterator[_Cut]:
             position, size = next(rest)
             shift, end = position - end, end + size
         yield memory_index, offset, head + shift, length
+
+
+def trim(extents: Sequence[Extent], size_bytes: int) -> list[Extent]:
+    """The first ``size_bytes`` of the extents: a slot may be larger than its object."""
+    out: list[Extent] = []
+    for offset, length in extents:
+        if size_bytes <= 0:
+            break
+        out.append((offset, min(length, size_bytes)))
+        size_bytes -= length
+    return out

@@ -73,7 +73,8 @@ class SharedMemoryMover:
         self._quota.take(mapping_id, len({memory.name for memory in layout.memory if isinstance(memory, SharedMemory)}))
         try:
             return self._map(mapping_id, layout)
-        except Refusal:
+        except BaseException:
+            self._debt.drop(mapping_id)
             self._quota.drop(mapping_id)
             raise
 
@@ -93,11 +94,7 @@ class SharedMemoryMover:
                     files.callback(os.close, opened[memory.name])
                 _check_size(opened[memory.name], memory, f"{where}.shared.size_bytes")
             self._debt.take(mapping_id, {fd: size for fd, (_, size) in _windows(layout, opened).items()})
-            try:
-                mapping = _mapped(layout, self._chunk_tokens, opened)
-            except Refusal:
-                self._debt.drop(mapping_id)
-                raise
+            mapping = _mapped(layout, self._chunk_tokens, opened)
             found = {name: os.fstat(fd) for name, fd in opened.items()}
         mapping.populate(POPULATE_S)
         self._mappings[mapping_id] = mapping

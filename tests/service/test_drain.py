@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 import time
 from typing import Any
@@ -12,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvgrpc.service.server import Server, ServerOptions, run
 from kvgrpc.v1 import admin_pb2, engine_pb2
 from tests.service import asks
 from tests.service.asks import refused, until
@@ -171,3 +174,32 @@ async def test_a_second_signal_stops_at_once(world: World) -> None:
 async def until_running(stubs: Stubs) -> None:
     """A call that was sent before on the same connection has reached the server when a later one is answered."""
     await stubs.cache.EndRequest(asks.end_request(), metadata=METADATA)
+
+
+async def test_a_second_signal_does_not_give_the_socket_up_before_the_last_copy(world: World) -> None:
+    """Or the next server under this path starts, and clients take that for the end of this one's copies."""
+    entered, copied = asyncio.Event(), asyncio.Event()
+
+    async def at_rest() -> None:
+        entered.set()
+        await copied.wait()
+
+    server = Server(ServerOptions(socket=world.socket), world.cache.client, world.cache, at_rest=at_rest)
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    started = asyncio.Event()
+    running = asyncio.ensure_future(run(server, started.set, signals))
+    await started.wait()
+    signals.put_nowait(signal.SIGTERM)
+    await asyncio.wait_for(entered.wait(), 10)
+    entered.clear()
+    signals.put_nowait(signal.SIGTERM)
+    await asyncio.wait_for(entered.wait(), 10)  # the stop waits for it anew
+    lock = os.open(f"{world.socket}.lock", os.O_RDWR)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not running.done()
+    finally:
+        os.close(lock)
+        copied.set()
+    await asyncio.wait_for(running, 10)

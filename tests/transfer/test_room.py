@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.transfer import room
+from kvgrpc.transfer import room, shm
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.transfer.pages import PAGE, layout
 
@@ -73,3 +75,28 @@ def test_free_huge_pages(tmp_path: Path) -> None:
     assert room.free_huge_pages(meminfo) == 64 << 20
     meminfo.write_text("MemFree:  100 kB\n")  # a kernel without them
     assert room.free_huge_pages(meminfo) == 0
+
+
+def test_a_map_that_fails_in_any_way_gives_everything_back(
+    mover: SharedMemoryMover, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the process has no descriptor left: an engine tries again and again."""
+    real, calls = os.dup, list[int]()
+
+    def dup(fd: int) -> int:
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(fd)
+
+    monkeypatch.setattr(os, "dup", dup)
+    monkeypatch.setattr(shm, "OBJECTS_MOST", 2)
+    two = layout("hollow")
+    two = replace(two, memory=(*two.memory, *layout("another").memory))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Too many open files"):
+        mover.map(1, two)
+    assert len(os.listdir("/proc/self/fd")) == before
+    mover.map(2, two)
+    mover.unmap(2)
+    assert len(os.listdir("/proc/self/fd")) == before
