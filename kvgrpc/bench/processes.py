@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def unwind_at_sigterm() -> None:
         sys.exit(1)
 
     signal.signal(signal.SIGTERM, leave)
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # what is ending already needs no other end
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
