@@ -108,7 +108,8 @@ class Bench:
 
     def start(self, stack: ExitStack) -> None:
         model = self._folder / "model"
-        program = f"from benchmarks.vllm_model import make; make({str(model)!r})"
+        program = "import pathlib, tests.vllm.models as models; "
+        program += f"models.make_llama(pathlib.Path({str(model)!r}), positions=8192)"
         subprocess.run([str(VLLM_PYTHON), "-c", program], check=True, cwd=ROOT, env=os.environ | ENVIRONMENT)
         for name, kind in KINDS.items():
             port = stack.enter_context(self._server(kind)) if kind.connector else 0

@@ -41,9 +41,10 @@ def make_mla(folder: Path) -> Path:
     return folder
 
 
-def make_llama(folder: Path) -> Path:
-    """Grouped-query attention: 4 layers, 4 heads on 2 KV heads."""
+def make_llama(folder: Path, positions: int = 4096) -> Path:
+    """Grouped-query attention: 4 layers, 4 heads on 2 KV heads. The weights are the same for any ``positions``."""
     torch.manual_seed(1234)
-    config = LlamaConfig(**COMMON, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    common = COMMON | {"max_position_embeddings": positions}
+    config = LlamaConfig(**common, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     return folder

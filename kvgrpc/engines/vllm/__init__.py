@@ -9,6 +9,6 @@ CLASS = "KvgrpcConnector"
 
 def register() -> None:
     """Entry point of the group ``vllm.general_plugins``: makes the connector known by its name alone."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # pyright: ignore  # pyright: ignore
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # pyright: ignore
 
     KVConnectorFactory.register_connector(CLASS, MODULE, CLASS)  # pyright: ignore
