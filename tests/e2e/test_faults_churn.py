@@ -97,11 +97,16 @@ class Member:
         await self.engine.worker.register(self.engine.registration())
 
     async def rejoin(self, _: int) -> None:
-        """Its stream breaks and is opened again, within the grace."""
+        """Its stream breaks and is opened again, within the grace: the session goes on. Where the machine took longer
+        than that, it has ended, and a client registers anew."""
         old = self.engine.streams[0]
+        broken = time.monotonic()
         await old.close()
         self.engine.streams[0] = Stream(self.engine.worker, self.engine.engine_id, Role.WORKER, old.session_id)
         await self.engine.streams[0].open()
+        if not self.engine.streams[0].events[0].resumed:
+            assert time.monotonic() - broken > LIMITS.reattach_grace_ns / 1e9, "a session continued in time is lost"
+            await self.engine.worker.register(self.engine.registration())
 
 
 def order_of(server: LocalServer, engine: Engine, number: int, generation: int) -> dict[str, str]:

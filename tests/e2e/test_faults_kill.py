@@ -197,6 +197,7 @@ async def test_killed_while_its_register_waits_and_its_memory_has_gone(tmp_path:
         storing = asyncio.ensure_future(survivor.store(kept, BLOCKS))
         await reached(gate)
         engine = mortal(server, survivor, 1)
+        gc.collect()  # or what earlier tests left is given back in between
         before = leftovers(server)
         affinity = server.driver.hands.affinity
         pid = await nursery.start(order_of(server, engine, "idle", kept))
