@@ -11,6 +11,9 @@ from tests.sim.loop import PromiseError
 from tests.sim.memory import Cell
 from tests.sim.truth import Space
 
+GENERATIONS_MOST = 64
+"""More than there are Clears in a world."""
+
 
 def object_name(space: bytes, generation: int, key: bytes, kv_rank: int, order: str = "") -> str:
     """The documented name of an object, made independently of the core."""
@@ -30,14 +33,14 @@ class Stored:
 
 
 class Tiers:
-    """Answers probes and gives contents. Generations are counted from 0 or 1; both are understood."""
+    """Answers probes and gives contents. Where generations begin to count is the core's business: a Clear before a
+    space was seen moves it."""
 
     def __init__(self, rng: random.Random, names: tuple[str, ...], share: float) -> None:
         self.names = names
         self._rng = rng
         self._share = share
         self._meanings: dict[str, tuple[Space, bytes, int, int]] = {}
-        self._generations: dict[int, int] = {}
         self._stored: dict[str, Stored] = {}
         self._objects: list[tuple[Space, bytes, int, int]] = []
 
@@ -65,12 +68,11 @@ class Tiers:
         stored.space.arrived(stored.version, stored.key, stored.kv_rank)
 
     def _meaning(self, name: str) -> tuple[Space, bytes, int, int]:
-        if name not in self._meanings:
+        generations = iter(range(GENERATIONS_MOST))
+        while name not in self._meanings:
+            generation = next(generations, None)
+            if generation is None:
+                raise PromiseError(f"a tier is asked for an unknown object {name[:16]}")
             for space, key, rank, cells in self._objects:
-                for generation in range(self._generations.get(space.index, 0), space.version + 2):
-                    self._meanings[object_name(space.digest, generation, key, rank)] = (space, key, rank, cells)
-            for space, *_ in self._objects:
-                self._generations[space.index] = space.version + 2
-        if name not in self._meanings:
-            raise PromiseError(f"a tier is asked for an unknown object {name[:16]}")
+                self._meanings[object_name(space.digest, generation, key, rank)] = (space, key, rank, cells)
         return self._meanings[name]
