@@ -241,8 +241,9 @@ void DeviceCopier::launch_kernels(Flight& flight, std::span<const Run> runs, Dir
             std::uint64_t length = std::min(rest.length, unit_bytes);
             cuda::Pointer other = address(rest.arena);
             if (staged) {
+                const bool new_part = static_cast<std::uint64_t>(rest.arena - arena_) % part_bytes_ == 0;
                 const bool goes_on =
-                    !stretches.empty() && stretches.back().arena + stretches.back().length == rest.arena;
+                    !new_part && !stretches.empty() && stretches.back().arena + stretches.back().length == rest.arena;
                 if (!goes_on) {
                     used = (used + 15) / 16 * 16;
                     stretches.push_back({rest.arena, belt.steps[belt.next].ring + used, 0});
