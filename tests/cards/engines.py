@@ -183,7 +183,7 @@ def prompt(first: int, count: int) -> Tokens:
 
 
 class EngineProcess:
-    """An Engine as its parent sees it: every method of it, by name; ``begin`` and ``end`` apart to do several at once."""
+    """An Engine as its parent sees it: every method of it, by name; ``begin`` and ``end`` apart for several at once."""
 
     def __init__(self, process: Any, pipe: Connection) -> None:
         self.process = process
@@ -219,7 +219,7 @@ def run(kind: str, pipe: Connection) -> None:
             return
         try:
             pipe.send((True, getattr(engine, act)(*arguments, **more)))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - outermost: its parent is told
             pipe.send((False, repr(error)))
 
 
