@@ -15,7 +15,7 @@ from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA, Kv
 from tests.served import Served, serving, wait_until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 FLAGS = ("--log-format", "json", "--l1-size", "1GiB", "--chunk-tokens", "64")
 
