@@ -286,11 +286,11 @@ async def _beside(bench: Bench, computing: Any, mode: str, kind: str, times: int
     with bench.card.memory(case.paging.size_bytes) as pointer:
         tops = {way: CEILING_BYTES / bench.card.copy(pointer, (way,)) / 1e9 for way in Direction}
         async with bench.worker(case.paging, pointer) as worker:
-            await worker.store(tokens, ids[: case.blocks])
             for _ in range(times):
                 ask(computing, f"{kind} {BESIDE_S}")
                 alone = float(await asyncio.to_thread(answer, computing))
                 for way in shares:
+                    await worker.store_again(tokens, ids[: case.blocks])  # the stores may have evicted it
                     ask(computing, f"{kind} {BESIDE_S}")
                     rounds = asyncio.ensure_future(asyncio.to_thread(answer, computing))
                     while not rounds.done():
@@ -300,7 +300,6 @@ async def _beside(bench: Bench, computing: Any, mode: str, kind: str, times: int
                             took = await worker.retrieve(tokens, ids[-case.blocks :])
                         rates[way].append(case.size_bytes / took / 1e9)
                     shares[way].append(float(rounds.result()) / alone)
-                await worker.store_again(tokens, ids[: case.blocks])
     figures: list[Figure] = []
     for way, direction in (("store", STORE), ("retrieve", RETRIEVE)):
         goal = GOALS[kind] if mode == "dma" else None
