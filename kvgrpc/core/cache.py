@@ -212,14 +212,6 @@ class Bookkeeper:
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
-    def find_lookup(
-        self, now: int, client_id: str, engine_id: str, request_id: str, attempt: int, fingerprint: int = 0
-    ) -> t.LookupAnswer | None:
-        """The recorded answer of a lookup that is asked again. Refuses: INVALID_FIELD if it asks for something else."""
-        engine = self.sessions.find_working(client_id, engine_id).engine
-        job = engine.requests.get(request_id, {}).get(attempt)
-        return None if job is None else job.answer(fingerprint)
-
     def lookup(self, now: int, client_id: str, command: t.LookupCommand) -> t.LookupAnswer:
         """See the protocol. Refuses: NOT_ATTACHED, ENGINE_*, SPACE_UNKNOWN, RANK, TP_SIZE_MISMATCH, JOB_LIMIT, …"""
         return self.lookups.lookup(now, self.sessions.find_working(client_id, command.engine_id), command)

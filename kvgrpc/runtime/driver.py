@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-INLINE_HASH_TOKENS = 64 << 10
-"""Prompts up to this long are hashed on the loop (about 0.3 ms); longer ones in the CPU pool."""
+INLINE_HASH_TOKENS = 256 << 10
+"""Prompts up to this long are hashed on the loop (a millisecond); longer ones in the CPU pool, which costs two hops
+between threads."""
 
 CallKey = tuple[str, int]
 
