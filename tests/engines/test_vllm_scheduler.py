@@ -56,7 +56,7 @@ def test_a_load_names_the_blocks_behind_the_local_prefix():
     d.scheduler.matched(request, 48)
     d.scheduler.allocated(request, 48)
     (load,) = d.scheduler.step([]).loads
-    assert (load.start, load.end, load.job_id) == (48, 96, b"job")
+    assert (load.start, load.end, load.job_ids) == (48, 96, (b"job",))
     assert load.blocks == tuple(d.blocks.tables["r"][3:6])
     assert d.scheduler.step([]).loads == []
 

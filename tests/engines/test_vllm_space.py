@@ -133,12 +133,16 @@ def test_hashes_that_differ_in_each_process_are_not_used():
 def test_options():
     assert parse_options({}) == Options()
     assert parse_options({"address": "unix:/s", "store_share": 1, "lookup_async": False}).store_share == 1.0
+    assert parse_options({"addresses": ["a:1", "b:1"]}).addresses == ("a:1", "b:1")
     for wrong in (
         {"adress": "x"},
         {"lookup_async": 1},
         {"lookup_timeout_ms": 0},
         {"hashes": "md5"},
         {"store_share": 2},
+        {"addresses": "unix:/s"},
+        {"addresses": [1]},
+        {"addresses": ["unix:/s"], "address": "unix:/s"},
     ):
         with pytest.raises(ValueError, match=f"kv_connector_extra_config.*{next(iter(wrong))}"):
             parse_options(wrong)

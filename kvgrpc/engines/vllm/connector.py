@@ -10,6 +10,7 @@ One object lives in the engine core (role SCHEDULER), one in each worker. Whatev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ from kvgrpc.engines.vllm.metadata import Report, Step
 from kvgrpc.engines.vllm.options import parse_options
 from kvgrpc.engines.vllm.ports import Terms
 from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.servers import Node, Servers, check_nodes, node_of, nodes_of
 from kvgrpc.engines.vllm.space import Facts, facts_of
 from kvgrpc.engines.vllm.worker import Worker
 
@@ -107,9 +109,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
         self._facts: Facts = facts_of(
             vllm_config, kv_cache_config, options.namespace, options.hashes, hash_seed(), vllm_version
         )
-        self._address = self._find_address()
+        self._addresses = self._find_addresses()
+        check_nodes(self._facts.strategy, int(getattr(vllm_config.parallel_config, "nnodes", 1)), len(self._addresses))
         self._scheduler: Scheduler | None = None
-        self._scheduler_client: SchedulerClient | None = None
+        self._clients: tuple[SchedulerClient, ...] = ()
         self._worker = Worker(None, self._facts.form.block_size, writes=False)
         if role is KVConnectorRole.SCHEDULER:
             for note in self._facts.notes:
@@ -121,13 +124,14 @@ class KvgrpcConnector(KVConnectorBase_V1):
                 )
             self._start_scheduler()
 
-    def _find_address(self) -> str:
-        """ "" where there is none that may be trusted."""
+    def _find_addresses(self) -> tuple[str, ...]:
+        """One a node; none where there is none that may be trusted."""
+        options = self._options
         try:
-            return self._options.address or default_address()
+            return options.addresses or (options.address or default_address(),)
         except UntrustedSocketError as error:
             logger.warning("kvgrpc: %s; this engine runs without the cache", error)
-            return ""
+            return ()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -137,22 +141,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def _start_scheduler(self) -> None:
         facts, options = self._facts, self._options
-        strategy = facts.strategy
-        bounds = LookupBounds(
-            answer_s=options.lookup_timeout_ms / 1000,
-            pending_s=options.prefetch_timeout_ms / 1000,
-            prefetch_wait_ms=options.prefetch_timeout_ms,
-        )
-        client = SchedulerClient(
-            self._address or "unix:/nonexistent",
-            facts.engine_id,
-            facts.identity,
-            SchedulerOptions(tp_size=strategy.tp_size, bounds=bounds),
-        )
         terms = Terms(
             block_size=facts.form.block_size,
             hash_block_size=facts.hash_block_size,
-            workers=strategy.world_size,
+            workers=facts.strategy.world_size,
             own_hashes=facts.own_hashes,
             lookup_async=options.lookup_async,
             lookup_block_s=options.lookup_block_ms / 1000,
@@ -160,17 +152,32 @@ class KvgrpcConnector(KVConnectorBase_V1):
             store_generated=options.store_generated,
             volatile=facts.volatile,
         )
-        self._scheduler_client = client
-        self._scheduler = Scheduler(client, terms, self._lora_of)
-        self._scheduler.unusable = not self._address
-        if self._address:
-            self._say_start(client.start(options.start_timeout_ms / 1000), client.problem)
+        nodes = nodes_of(facts.strategy, len(self._addresses)) if self._addresses else ()
+        self._clients = tuple(
+            self._scheduler_client(address, node) for address, node in zip(self._addresses, nodes, strict=True)
+        )
+        self._scheduler = Scheduler(Servers(self._clients), terms, self._lora_of)
+        for client in self._clients:
+            client.start(0)
+        end = time.monotonic() + options.start_timeout_ms / 1000
+        for address, client in zip(self._addresses, self._clients, strict=True):
+            self._say_start(address, client.start(max(0.0, end - time.monotonic())), client.problem)
 
-    def _say_start(self, started: bool, problem: Refusal | None) -> None:
+    def _scheduler_client(self, address: str, node: Node) -> SchedulerClient:
+        facts, options = self._facts, self._options
+        bounds = LookupBounds(
+            answer_s=options.lookup_timeout_ms / 1000,
+            pending_s=options.prefetch_timeout_ms / 1000,
+            prefetch_wait_ms=options.prefetch_timeout_ms,
+        )
+        choice = SchedulerOptions(facts.strategy.tp_size, node.kv_ranks, bounds=bounds)
+        return SchedulerClient(address, facts.engine_id, facts.identity, choice)
+
+    def _say_start(self, address: str, started: bool, problem: Refusal | None) -> None:
         if not started:
             logger.warning(
                 "kvgrpc: no session with %s yet (%s); the engine serves without the cache until there is one",
-                self._address,
+                address,
                 problem or "no answer",
             )
 
@@ -228,14 +235,16 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         """Nothing that was stored before is found again, by any engine of the same space."""
         self._of_scheduler.reset()
-        if not self._address:
-            return True
+        done = [self._reset(address) for address in self._addresses]
+        return all(done)
+
+    def _reset(self, address: str) -> bool:
         try:
-            with Client(self._address) as client:
+            with Client(address) as client:
                 base = client.handshake(Hello(identity=self._facts.identity), timeout_s=RESET_S).space_base
                 client.bump_generation(space_base=base)
         except Refusal as refusal:
-            logger.warning("kvgrpc: the cache could not be reset: %s", refusal)
+            logger.warning("kvgrpc: the cache at %s could not be reset: %s", address, refusal)
             return False
         return True
 
@@ -243,7 +252,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         facts, strategy = self._facts, self._facts.strategy
-        if not self._address:
+        if not self._addresses:
             return
         try:
             layout = share(kv_caches, facts.layers, facts.form)
@@ -259,11 +268,13 @@ class KvgrpcConnector(KVConnectorBase_V1):
             strategy.kv_tp_size,
             layout,
         )
-        client = WorkerClient(self._address, request)
+        node = node_of(strategy, len(self._addresses))
+        address = self._addresses[node.index]
+        client = WorkerClient(address, request)
         self._worker = Worker(
-            client, facts.form.block_size, strategy.is_kv_writer, self._options.copy_timeout_ms / 1000
+            client, facts.form.block_size, node.writes, self._options.copy_timeout_ms / 1000, node.index
         )
-        self._say_start(client.start(self._options.start_timeout_ms / 1000), client.problem)
+        self._say_start(address, client.start(self._options.start_timeout_ms / 1000), client.problem)
 
     @property
     def _step(self) -> Step:
@@ -301,8 +312,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if self._scheduler_client is not None:
-            self._scheduler_client.close()
-        else:
-            self._worker.send()
-            self._worker.close(CLOSE_S)
+        for client in self._clients:
+            client.close()
+        self._worker.send()
+        self._worker.close(CLOSE_S)
