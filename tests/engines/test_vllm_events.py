@@ -28,8 +28,8 @@ def test_stored_blocks_are_told_with_what_comes_before_them():
     save(d, "r", 100)
     first, second = announcer.take()
     hashes = request.block_hashes
-    assert first == Stored(request, tuple(hashes[:2]), None, tuple(range(32)))
-    assert second == Stored(request, tuple(hashes[2:6]), hashes[1], tuple(range(32, 96)))
+    assert first == Stored(request, 0, tuple(hashes[:2]), None, tuple(range(32)))
+    assert second == Stored(request, 32, tuple(hashes[2:6]), hashes[1], tuple(range(32, 96)))
     assert announcer.take() == []
 
 

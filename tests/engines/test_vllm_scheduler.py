@@ -316,3 +316,12 @@ def test_the_blocking_mode_asks_once():
     request = d.arrive("r", 100)
     assert [d.scheduler.matched(request, 0) for _ in range(3)] == [(0, False)] * 3
     assert d.client.asked == [("r", 0)]
+
+
+def test_sums_do_not_grow_with_the_saves():
+    d = desk()
+    for number in range(3):
+        d.arrive(f"r{number}", 64)
+        (save,) = d.scheduler.step([(f"r{number}", 64)]).saves
+        d.scheduler.update(Report({save.save_id: 1}, {save.save_id: 64}, saved_tokens=64), (), ())
+    assert d.scheduler.report == Report(saved_tokens=192)

@@ -63,7 +63,7 @@ def test_a_lookup_that_takes_its_time_keeps_nobody_else_waiting(bench: Bench):
     (cold, other) = bench.cold(A, prompt(29, 100))
     bench.say(A)
     bench.forget()
-    client, polls = bench.scheduler()._client, []
+    client, polls = bench.client(), []
 
     def slowly(request_id: str, *asked: Any, **words: Any) -> Any:
         found = type(client).try_lookup(client, request_id, *asked, **words)
@@ -96,7 +96,7 @@ def test_an_abort_at_any_moment_leaves_nothing(bench: Bench, moment: str, monkey
     bench.say(A)
     bench.forget()
     engine, core = bench.engine.llm.llm_engine, bench.engine.core
-    client, worker = bench.scheduler()._client, bench.worker()
+    client, worker = bench.client(), bench.worker()
     if moment == "looking up":
         real = client.try_lookup
         monkeypatch.setattr(client, "try_lookup", lambda *a, **k: real(*a, **k) and None)

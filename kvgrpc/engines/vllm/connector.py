@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side: turns its hooks into calls of ``Scheduler`` and ``Worker``. The only module that imports vLLM (0.32).
+"""vLLM's side: turns its hooks into calls of ``Scheduler`` and ``Worker``. Only this module and ``metrics`` import vLLM
+(0.32).
 
 One object lives in the engine core (role SCHEDULER), one in each worker. Whatever the server does, no hook raises.
 """
@@ -11,17 +12,19 @@ One object lives in the engine core (role SCHEDULER), one in each worker. Whatev
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
@@ -39,8 +42,10 @@ from kvgrpc.client import (
     default_address,
 )
 from kvgrpc.config.python import hash_seed
-from kvgrpc.engines.vllm.memory import NotShareableError, share
+from kvgrpc.engines.vllm.events import Announcer
+from kvgrpc.engines.vllm.memory import NotShareableError, preferred_layout, share
 from kvgrpc.engines.vllm.metadata import Report, Step
+from kvgrpc.engines.vllm.metrics import PromMetrics, Stats, as_vllm
 from kvgrpc.engines.vllm.options import parse_options
 from kvgrpc.engines.vllm.ports import Terms
 from kvgrpc.engines.vllm.scheduler import Scheduler
@@ -99,8 +104,6 @@ class PoolBlocks:
 class KvgrpcConnector(KVConnectorBase_V1):
     """Named in ``kv_connector``; docs/engines/vllm.md is the manual."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
@@ -110,7 +113,8 @@ class KvgrpcConnector(KVConnectorBase_V1):
             vllm_config, kv_cache_config, options.namespace, options.hashes, hash_seed(), vllm_version
         )
         self._addresses = self._find_addresses()
-        check_nodes(self._facts.strategy, int(getattr(vllm_config.parallel_config, "nnodes", 1)), len(self._addresses))
+        nodes = int(vllm_config.parallel_config.nnodes_within_dp)
+        check_nodes(self._facts.strategy, nodes, len(self._addresses))
         self._scheduler: Scheduler | None = None
         self._clients: tuple[SchedulerClient, ...] = ()
         self._worker = Worker(None, self._facts.form.block_size, writes=False)
@@ -137,6 +141,20 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return preferred_layout(str(vllm_config.device_config.device_type))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- scheduler --------------------------------------------------------------------------------------------------
 
     def _start_scheduler(self) -> None:
@@ -157,6 +175,9 @@ class KvgrpcConnector(KVConnectorBase_V1):
             self._scheduler_client(address, node) for address, node in zip(self._addresses, nodes, strict=True)
         )
         self._scheduler = Scheduler(Servers(self._clients), terms, self._lora_of)
+        events = self._vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._scheduler.announcer = Announcer(terms.block_size, terms.hash_block_size)
         for client in self._clients:
             client.start(0)
         end = time.monotonic() + options.start_timeout_ms / 1000
@@ -205,6 +226,15 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        below = min(num_external_tokens, self._of_scheduler.loaded_from_below(request.request_id))
+        sources = {CacheHitSource.HOST: num_external_tokens - below, CacheHitSource.DISK: below}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        announcer = self._of_scheduler.announcer
+        return list(as_vllm(announcer.take(), self._facts.form.block_size)) if announcer is not None else ()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         counts: dict[str, int] = scheduler_output.num_scheduled_tokens
@@ -304,6 +334,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        data = self._worker.take_stats()
+        return Stats(data) if data else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.take_report()

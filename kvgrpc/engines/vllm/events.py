@@ -18,9 +18,10 @@ MOST = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks of ``request``, with the hash of the block before them (None: they begin the prompt)."""
+    """Blocks of ``request`` from the token ``start`` on, with the hash of the block before them, if there is one."""
 
     request: Request
+    start: int
     hashes: tuple[bytes, ...]
     parent: bytes | None
     tokens: tuple[int, ...]
@@ -51,7 +52,7 @@ class Announcer:
         hashes = self._hashes(request, first, last)
         parent = self._hashes(request, first - 1, first)[0] if first else None
         tokens = tuple(islice(request.all_token_ids, first * self._block_size, last * self._block_size))
-        self._events.append(Stored(request, hashes, parent, tokens))
+        self._events.append(Stored(request, first * self._block_size, hashes, parent, tokens))
         for block in hashes:
             self._told.pop(block, None)
             self._told[block] = None

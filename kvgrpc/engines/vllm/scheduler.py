@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgrpc.api import Content, Hashes, Tokens
 from kvgrpc.engines.vllm.events import Announcer
@@ -160,6 +160,11 @@ class Scheduler:
         blocks = tuple(self._blocks().of(request.request_id)[first:last])
         job_ids = result.job_ids if result is not None else ()
         tracked.load = self._loads[request.request_id] = Load(request.request_id, job_ids, start, end, blocks)
+
+    def loaded_from_below(self, request_id: str) -> int:
+        """How many of the tokens that the request loads come from tiers below the server's memory: its last ones."""
+        tracked = self._requests.get(request_id)
+        return tracked.result.below if tracked is not None and tracked.result is not None else 0
 
     @property
     def _unsure(self) -> int:
@@ -331,7 +336,7 @@ class Scheduler:
         if report.unusable and not self.unusable:
             self.unusable = True
             self._tell("a worker cannot share its KV memory: this engine runs without the cache")
-        self.report.add(report)
+        self.report.add(replace(report, ended={}, findable={}))
 
     def finished(self, request_id: str) -> None:
         """Finished or aborted, in whatever state."""

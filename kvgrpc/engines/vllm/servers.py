@@ -18,6 +18,9 @@ from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import DEFAULT_POLICY, Policy
 from kvgrpc.engines.vllm.space import UnsupportedError
 
+MEMORY = "l1"
+"""The tier that is the server's memory."""
+
 
 class Server(Protocol):
     """What is used of a SchedulerClient."""
@@ -53,12 +56,12 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The prefix that all servers have, and the name that each gave the lookup. ``tiers``: where it lies. ``complete``:
-    all have answered, and there is no more."""
+    """The prefix that all servers have, and the name that each gave the lookup. ``below``: how many of its
+    tokens came from tiers below the memory. ``complete``: all have answered, and there is no more."""
 
     hit_tokens: int = 0
     job_ids: tuple[bytes, ...] = ()
-    tiers: frozenset[str] = frozenset()
+    below: int = 0
     complete: bool = False
 
     @property
@@ -146,9 +149,14 @@ class Servers:
 
 def _least(answers: Sequence[LookupResult]) -> Found:
     hit = min((answer.hit_tokens for answer in answers), default=0)
-    tiers = frozenset(tier for answer in answers for tier, chunks in answer.hit_chunks_by_tier.items() if chunks)
+    below = max((_below(answer) for answer in answers), default=0)
     complete = bool(answers) and not any(answer.reason or answer.limited_by for answer in answers)
-    return Found(hit, tuple(answer.job_id for answer in answers), tiers, complete)
+    return Found(hit, tuple(answer.job_id for answer in answers), min(below, hit), complete)
+
+
+def _below(answer: LookupResult) -> int:
+    chunks = sum(answer.hit_chunks_by_tier.values())
+    return answer.hit_tokens * (chunks - answer.hit_chunks_by_tier.get(MEMORY, 0)) // chunks if chunks else 0
 
 
 @dataclass(frozen=True, slots=True)
