@@ -34,7 +34,8 @@ def test_until_the_answer_is_there_vllm_is_told_to_ask_again():
     ("tokens", "hit", "computed", "offered"),
     [
         (100, 96, 0, 96),
-        (96, 96, 0, 80),
+        (96, 96, 0, 96),
+        (96, 96, 80, 16),
         (97, 96, 0, 96),
         (100, 96, 48, 48),
         (100, 64, 64, 0),
@@ -43,7 +44,7 @@ def test_until_the_answer_is_there_vllm_is_told_to_ask_again():
     ],
 )
 def test_what_is_offered(tokens: int, hit: int, computed: int, offered: int):
-    """vLLM computes at least one token, and begins at a block."""
+    """Of whole blocks; vLLM computes the last token itself where all are loaded."""
     d = desk()
     d.client.hit = hit
     assert d.scheduler.matched(d.arrive("r", tokens), computed) == (offered, offered > 0)

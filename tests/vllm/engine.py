@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 TOKENS = 32
 BLOCK = 32
@@ -79,14 +81,18 @@ class Engine:
             options["kv_transfer_config"] = kv
         self.llm = LLM(**{**options, **changes})
 
-    def say(self, *prompts: Sequence[int], salt: str = "", tokens: int = TOKENS, params: Any = None) -> list[Said]:
+    def say(
+        self, *prompts: Sequence[int], salt: str = "", tokens: int = TOKENS, params: Any = None, lora: str = ""
+    ) -> list[Said]:
+        """``lora``: folder of an adapter, whose last part is its name."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if salt:
             asked = [{**each, "cache_salt": salt} for each in asked]
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         start = time.monotonic()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        adapter = LoRARequest(Path(lora).name, 1 + sum(lora.encode()), lora) if lora else None
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
         seconds = time.monotonic() - start
         return [Said(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0, seconds) for output in outputs]
 

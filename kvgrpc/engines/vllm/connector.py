@@ -11,7 +11,6 @@ One object lives in the engine core (role SCHEDULER), one in each worker. Whatev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,11 +177,9 @@ class KvgrpcConnector(KVConnectorBase_V1):
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._scheduler.announcer = Announcer(terms.block_size, terms.hash_block_size)
-        for client in self._clients:
-            client.start(0)
-        end = time.monotonic() + options.start_timeout_ms / 1000
         for address, client in zip(self._addresses, self._clients, strict=True):
-            self._say_start(address, client.start(max(0.0, end - time.monotonic())), client.problem)
+            wait_s = options.start_timeout_ms / 1000 / len(self._clients)
+            self._say_start(address, client.start(wait_s), client.problem)
 
     def _scheduler_client(self, address: str, node: Node) -> SchedulerClient:
         facts, options = self._facts, self._options

@@ -129,9 +129,9 @@ class Scheduler:
                 return None, False
         elif tracked.result is None:
             tracked.result = self._wait(tracked)
-        # vLLM must compute one token at least, and its prefix ends at a block
+        # vLLM's prefix ends at a block; of a prompt that is loaded as a whole it computes the last token
         block = self._terms.block_size
-        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - 1 - self._unsure)
+        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - self._unsure)
         tokens = most // block * block - computed
         if tokens <= 0:
             return 0, False
@@ -168,8 +168,8 @@ class Scheduler:
 
     @property
     def _unsure(self) -> int:
-        """Tokens before the last whose KV is computed anew after a hit: the drafter needs what comes before them."""
-        return self._terms.block_size if self._terms.volatile else 0
+        """Last tokens whose KV is computed anew after a hit: the drafter needs what comes before them."""
+        return self._terms.block_size + 1 if self._terms.volatile else 0
 
     def _track(self, request: Request) -> Tracked:
         wish, bad = parse_wish(request.kv_transfer_params)
