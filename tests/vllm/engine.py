@@ -23,10 +23,11 @@ TOKENS = 32
 BLOCK = 32
 
 
-def connector(address: str, **extra: object) -> KVTransferConfig:
+def connector(address: str, *, by_name: bool = False, **extra: object) -> KVTransferConfig:
+    """``by_name``: vLLM knows the connector by its plugin."""
     return KVTransferConfig(
         kv_connector="KvgrpcConnector",
-        kv_connector_module_path="kvgrpc.engines.vllm.connector",
+        kv_connector_module_path=None if by_name else "kvgrpc.engines.vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"address": address, **extra},
@@ -144,7 +145,8 @@ class Engine:
 def main() -> None:
     model, options = sys.argv[1], json.loads(sys.argv[2])
     address, extra, second = options.pop("address"), options.pop("extra", {}), options.pop("second", "")
-    kv = both(address, second) if second else connector(address, **extra)
+    by_name = options.pop("by_name", False)
+    kv = both(address, second) if second else connector(address, by_name=by_name, **extra)
     engine = Engine(model, kv, **options)
     answer({"ready": True})
     for line in sys.stdin:

@@ -70,7 +70,8 @@ def test_an_engine_that_was_killed_finds_its_prompts_again(llama: str, empty: Se
 
 def test_two_engines_share_while_both_run(llama: str, empty: Served, tmp_path: Path):
     with engine_process(llama, empty.address, tmp_path / "1") as one:
-        with engine_process(llama, empty.address, tmp_path / "2", extra={"lookup_async": False}) as two:
+        changes = {"extra": {"lookup_async": False}, "by_name": True}
+        with engine_process(llama, empty.address, tmp_path / "2", **changes) as two:
             words = check(one)
             said = two.say(A)
             assert (said[0].tokens, cached(said)) == (words[0], [448])
