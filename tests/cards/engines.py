@@ -15,9 +15,10 @@ import ctypes
 import multiprocessing
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,12 +62,12 @@ class FakeMemory:
 class CudaMemory:
     """On a real card, by the CUDA driver alone, so that nothing but the test allocates."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, ordinal: int = 0) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._size = size_bytes
         self._check(self._cuda.cuInit(0))
         context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
-        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
         self._check(self._cuda.cuCtxSetCurrent(context))
         self._check(self._cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
         self.pointer = pointer.value
@@ -88,7 +89,11 @@ class CudaMemory:
         assert result == 0, f"CUDA error {result}"
 
 
-MEMORY: dict[str, type[FakeMemory] | type[CudaMemory]] = {"fake": FakeMemory, "cuda": CudaMemory}
+MEMORY: dict[str, Callable[[int], FakeMemory | CudaMemory]] = {
+    "fake": FakeMemory,
+    "cuda": CudaMemory,
+    **{f"cuda:{ordinal}": partial(CudaMemory, ordinal=ordinal) for ordinal in range(8)},
+}
 
 
 class Engine:
