@@ -18,19 +18,19 @@ CEILING_BYTES = 1 << 30
 
 
 class CardEngine:
-    """The first card, in this process. ``host`` is pinned memory for the ceiling."""
+    """A card, in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, ordinal: int = 0) -> None:
         try:
             cards = _native.cards()
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except (RuntimeError, OSError) as error:
             raise BenchError(str(error)) from None
-        if not cards:
-            raise BenchError("the driver shows no card")
-        _, self.uuid, self.name, _ = cards[0]
+        if len(cards) <= ordinal:
+            raise BenchError(f"the driver shows {len(cards)} cards")
+        self._ordinal, self.uuid, self.name, _ = cards[ordinal]
         context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
         self._call("cuCtxSetCurrent", context)
         self._streams = [ctypes.c_void_p() for _ in Direction]
         for stream in self._streams:
@@ -48,6 +48,13 @@ class CardEngine:
         version = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    @property
+    def compute_mode(self) -> int:
+        """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process."""
+        mode = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(mode), 20, self._ordinal)
+        return mode.value
 
     @contextmanager
     def memory(self, size_bytes: int) -> Generator[int, None, None]:
