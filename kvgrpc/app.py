@@ -14,11 +14,18 @@ from functools import partial
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
+from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.types import PrefetchStatus
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
+from kvgrpc.runtime.finals import final_status
+from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
+from kvgrpc.telemetry.hands import CountedTier
+from kvgrpc.telemetry.running import Telemetry, TelemetryOptions
+from kvgrpc.telemetry.series import Sources
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.room import available_memory, free_huge_pages
@@ -37,6 +44,18 @@ class Choices:
     gpu_workers: int
     cpu_workers: int
     reflection: bool
+    metrics: str
+
+
+def telemetry_options(settings: Settings, facts: ServerFacts) -> TelemetryOptions:
+    return TelemetryOptions(
+        listen=None if settings.metrics_listen is None else split_address(settings.metrics_listen),
+        collector=settings.otlp_endpoint,
+        interval_s=settings.otlp_interval_ms / 1000,
+        trace_share=settings.trace_share,
+        version=facts.server_version,
+        instance=facts.server_epoch.hex(),
+    )
 
 
 def server_options(settings: Settings) -> ServerOptions:
@@ -53,6 +72,42 @@ def server_options(settings: Settings) -> ServerOptions:
         drain_s=settings.drain_ms / 1000,
         stall_s=settings.stall_ms / 1000,
     )
+
+
+class Shown:
+    """Telemetry around hands that no driver has yet. ``telemetry`` is None when none is wanted."""
+
+    driver: Driver
+
+    def __init__(self, options: TelemetryOptions, hands: Hands) -> None:
+        self.telemetry: Telemetry | None = None
+        self._tiers: tuple[CountedTier, ...] = ()
+        if options.wanted:
+            self.telemetry = Telemetry(options, lambda: CURRENT.get().traceparent, self._final)
+            hands.mover, self._mover = self.telemetry.counted(hands.mover)
+            self._tiers = tuple(self.telemetry.counted_tier(tier) for tier in hands.tiers.values())
+            hands.tiers |= {tier.name: tier for tier in self._tiers}
+
+    async def _final(self, job_id: bytes) -> PrefetchStatus | None:
+        return await final_status(self.driver, job_id)
+
+    async def start(self, server: Server) -> str:
+        """Address of the scrape endpoint, if there is one."""
+        if self.telemetry is None:
+            return ""
+        admin, affinity = DriverAdmin(self.driver), self.driver.hands.affinity
+        sources = Sources(
+            status=await admin.get_status(),
+            rpcs=server.rpcs,
+            lookups=self.driver.figures,
+            mover=self._mover,
+            waited=affinity.waited,
+            busy_s=affinity.longest_busy_s,
+            draining=server.traffic.draining.is_set,
+            tiers=self._tiers,
+            spans=self.telemetry.spans,
+        )
+        return self.telemetry.start(sources, admin.get_status)
 
 
 def raise_file_limit() -> None:
@@ -89,10 +144,12 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         affinity=AffinityExecutor(settings.gpu_workers()),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
     )
-    driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
+    facts = ServerFacts(__version__, host_id(), settings.message_size)
+    shown = Shown(telemetry_options(settings, facts), hands)
+    driver = shown.driver = Driver(book, limits, hands, facts)
     server = Server(
         server_options(settings),
-        driver.client,
+        shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
@@ -109,13 +166,18 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 gpu_workers=settings.gpu_workers(),
                 cpu_workers=settings.cpu_workers(),
                 reflection=settings.serves_reflection(),
+                metrics=metrics,
             )
         )
 
+    metrics = ""
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow))
     try:
+        metrics = await shown.start(server)
         await run(server, started, signals)
     finally:
+        if shown.telemetry is not None:
+            await shown.telemetry.stop()
         await driver.close()
         arena.close()

@@ -19,6 +19,7 @@ from kvgrpc.config.settings import SettingsError, load_settings, strange_variabl
 from kvgrpc.config.values import format_size
 from kvgrpc.service.listeners import ListenError
 from kvgrpc.telemetry.log import configure, logger
+from kvgrpc.telemetry.running import TelemetryError
 from kvgrpc.transfer.arena import ArenaError
 
 
@@ -39,7 +40,7 @@ def serve(**flags: Any) -> None:
         for sentence in strange_variables():
             logger("serve").warning(sentence)
         asyncio.run(serve_settings(settings, announce))
-    except (SettingsError, UntrustedSocketError, ListenError, ArenaError) as error:
+    except (SettingsError, UntrustedSocketError, ListenError, ArenaError, TelemetryError) as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -52,6 +53,8 @@ def announce(choices: Choices) -> None:
         "threads": f"{choices.gpu_workers} for copies, {choices.cpu_workers} for hashing and tiers",
         "reflection": "on" if choices.reflection else "off",
     }
+    if choices.metrics:
+        rows["metrics"] = f"http://{choices.metrics}/metrics"
     console = Console()
     if not console.is_terminal:
         logger("serve").info("started", version=__version__, **rows)

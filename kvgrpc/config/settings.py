@@ -18,7 +18,16 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvgrpc.config.places import default_socket_path, named_socket
-from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_size, split_address, split_list
+from kvgrpc.config.values import (
+    is_loopback,
+    parse_collector,
+    parse_mode,
+    parse_own_address,
+    parse_quotas,
+    parse_size,
+    split_address,
+    split_list,
+)
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
 MESSAGE_MIN = 64 << 10
@@ -33,10 +42,13 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Count = Annotated[int, Field(gt=0, le=1 << 32)]
 Millis = Annotated[int, Field(gt=0, le=86_400_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Part = Annotated[float, Field(ge=0, le=1)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Uids = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
+MetricsAddress = Annotated[str, BeforeValidator(parse_own_address)]
+Collector = Annotated[str, BeforeValidator(parse_collector)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 THREADS_MOST = 256
@@ -106,6 +118,12 @@ class Settings(BaseSettings):
     copy_deadline_ms: Millis = _doc(30_000, "deadline of a Store or Retrieve that brings none")
     drain_ms: Millis = _doc(25_000, "how long running copies may take after SIGTERM")
     stall_ms: Millis = _doc(30_000, "how long one slice of a copy may run before liveness fails")
+
+    # telemetry
+    metrics_listen: MetricsAddress | None = _doc(None, "serve metrics for Prometheus here; PORT alone is on 127.0.0.1")
+    otlp_endpoint: Collector = _doc("", "send metrics and traces to this OpenTelemetry collector (OTLP over HTTP)")
+    otlp_interval_ms: Millis = _doc(15_000, "how often metrics are sent")
+    trace_share: Part = _doc(0.01, "share of calls that are traced when their engine does not say")
 
     # logs
     log_level: str = _doc("info", "debug, info, warning or error")

@@ -198,6 +198,10 @@ class DriverSession:
                 fingerprint=fingerprint,
             ),
         )
+        if not request.policy.no_lookup:
+            sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
+            chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
+            driver.figures.asked(answer, len(content.keys), chunk_bytes)
         driver.pump()
         return answer
 

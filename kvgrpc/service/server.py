@@ -19,7 +19,7 @@ import grpc
 from kvgrpc.api import AdminApi
 from kvgrpc.core.types import MIB
 from kvgrpc.service.admin import AdminServicer
-from kvgrpc.service.calls import SERVICES
+from kvgrpc.service.calls import RULES, SERVICES
 from kvgrpc.service.guard import CallGuard, CallLimits, Check
 from kvgrpc.service.health import HEALTH_SERVICE, Health
 from kvgrpc.service.listeners import ListenError, SocketFile, bind_tcp
@@ -28,6 +28,7 @@ from kvgrpc.service.servicer import ClientFor, EngineServicer, KvCacheServicer
 from kvgrpc.service.traffic import Traffic
 from kvgrpc.service.watchdog import Watchdog
 from kvgrpc.telemetry.log import logger
+from kvgrpc.telemetry.rpcs import RpcFigures
 from kvgrpc.v1 import admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
 
 log = logger("service")
@@ -84,6 +85,7 @@ class Server:
         self._admin = admin
         self._checks = checks
         self._traffic = Traffic()
+        self.rpcs = RpcFigures(RULES)
         self._health = Health(SERVICES)
         self._watchdog = Watchdog(self._health, busy_s, options.stall_s)
         self._at_rest = at_rest
@@ -166,7 +168,7 @@ class Server:
             deadline_s=options.deadline_s,
             copy_deadline_s=options.copy_deadline_s,
         )
-        guard = CallGuard(self._traffic, limits, self._checks)
+        guard = CallGuard(self._traffic, limits, self._checks, self.rpcs)
         services: Any = guard  # the generated code wants a server, and uses of it what the guard has
         cache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self._client_for), services)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self._client_for, self._traffic), services)
