@@ -29,7 +29,6 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
 )
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvgrpc.runtime.figures import Spread
@@ -68,13 +67,11 @@ class _Collected:
         self._complete = True
         now_ns = time.time_ns()
         metrics = [self._histogram(one, now_ns) for one in self.series.values() if one.kind == "spread" and one.points]
-        scope = ScopeMetrics(InstrumentationScope(SCOPE), metrics, "")
-        return MetricsData(
-            [
-                ResourceMetrics(one.resource, [*one.scope_metrics, scope], one.schema_url)
-                for one in data.resource_metrics
-            ]
-        )
+        # into the one scope that there is: the OTLP encoder keeps one list of metrics a scope
+        (whole,) = data.resource_metrics
+        (one,) = whole.scope_metrics
+        scope = ScopeMetrics(one.scope, [*one.metrics, *metrics], one.schema_url)
+        return MetricsData([ResourceMetrics(whole.resource, [scope], whole.schema_url)])
 
     def _histogram(self, series: Series, now_ns: int) -> Metric:
         points: list[HistogramDataPoint] = []
