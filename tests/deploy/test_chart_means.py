@@ -123,6 +123,7 @@ def test_the_checks_find(name: str) -> None:
 
 # ---- values that are refused ----------------------------------------------------------------------------------------
 
+METRICS: dict[str, object] = {"metrics_enabled": "true"}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
@@ -133,6 +134,13 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({**TCP, "fullnameOverride": "1st"}, "does not begin with a letter, which a Service's must; set fullnameOverride"),
     ({**TCP, "networkPolicy_enabled": "true"}, "list the engines' peers in networkPolicy.from"),
     ({"networkPolicy_from[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.from has no effect: set"),
+    ({"metrics_rules_enabled": "true"}, "set metrics.enabled=true, or all of them false"),
+    ({**METRICS, "mode": "sidecar", "metrics_podMonitor_enabled": "true"}, "set metrics.podMonitor.enabled=false"),
+    ({**METRICS, **TCP, "metrics_port": 50051}, "metrics.port=50051 is tcp.port, too; change one of them"),
+    ({**METRICS, "networkPolicy_enabled": "true"}, "list its peers in networkPolicy.metricsFrom"),
+    ({"networkPolicy_metricsFrom[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.metricsFrom has no effect: set"),
+    ({"networkPolicy_enabled": "true", "otlp_endpoint": "http://c:4318"}, "list the collector's peers"),
+    ({"networkPolicy_to[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.to has no effect: set"),
     ({"l1_hugePages": "2Mi", "arena_persist": "true"}, "exclude each other, as --huge-pages and --arena-path do"),
     ({"l1_hugePages": "1Gi", "l1_size": "1536Mi"}, "l1.size=1536Mi is no multiple of l1.hugePages=1Gi; change l1.size"),
     ({"terminationGracePeriodSeconds": 25}, "does not hold drainSeconds=25 and the server's end after it"),
@@ -147,7 +155,9 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
 NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "deployment"}, "mode"),
     ({"tls_enabled": "true"}, "tls"),
-    ({"metrics_enabled": "true"}, "metrics"),
+    ({"tiers_enabled": "true"}, "tiers"),
+    ({"metrics_port": 0}, "port"),
+    ({"otlp_endpoint": "collector:4318"}, "endpoint"),
     ({"l1_sizes": "4Gi"}, "sizes"),
     ({"l1_size": "4GB"}, "size"),
     ({"l1_size": "0Gi"}, "size"),

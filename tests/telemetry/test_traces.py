@@ -24,7 +24,8 @@ SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 
 def send(client: AioClient, traceparent: str) -> None:
     """Every call of the client brings it from now on."""
-    client._metadata = (*client._metadata[:1], *((("traceparent", traceparent),) if traceparent else ()))
+    more = (("traceparent", traceparent),) if traceparent else ()
+    client._metadata = (*client._metadata[:1], *more)  # type: ignore[assignment]
 
 
 def by_name(collector: Collector) -> dict[str, list[Any]]:

@@ -24,6 +24,12 @@ args:
   - --listen={{ .Values.tcp.host }}:{{ int .Values.tcp.port }}
   - --insecure
   {{- end }}
+  {{- if .Values.metrics.enabled }}
+  - --metrics-listen={{ .Values.tcp.host }}:{{ int .Values.metrics.port }}
+  {{- end }}
+  {{- with .Values.otlp.endpoint }}
+  - --otlp-endpoint={{ . }}
+  {{- end }}
   - --drain-ms={{ mul .Values.drainSeconds 1000 }}
   {{- range $flag, $value := .Values.flags }}
   {{- if kindIs "slice" $value }}
@@ -39,6 +45,23 @@ args:
 env:
   - name: KVGRPC_SOCKET
     value: {{ include "kvgrpc.socketPath" . }}
+{{- $hostPort := and (eq .Values.mode "daemonset") (eq .Values.discovery "hostPort") }}
+{{- if or (include "kvgrpc.isTcp" .) .Values.metrics.enabled }}
+ports:
+  {{- if include "kvgrpc.isTcp" . }}
+  - name: grpc
+    containerPort: {{ int .Values.tcp.port }}
+    {{- if $hostPort }}
+    hostPort: {{ int .Values.tcp.port }}
+    {{- end }}
+    protocol: TCP
+  {{- end }}
+  {{- if .Values.metrics.enabled }}
+  - name: metrics
+    containerPort: {{ int .Values.metrics.port }}
+    protocol: TCP
+  {{- end }}
+{{- end }}
 resources:
   {{- include "kvgrpc.server.resources" . | nindent 2 }}
 securityContext:

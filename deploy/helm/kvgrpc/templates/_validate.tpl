@@ -26,6 +26,29 @@
 {{- if and $v.networkPolicy.from (not (and $v.networkPolicy.enabled $tcp)) -}}
 {{- fail "networkPolicy.from has no effect: set networkPolicy.enabled=true and discovery=service or hostPort, or empty it" -}}
 {{- end -}}
+{{- $m := $v.metrics -}}
+{{- if and (or $m.podMonitor.enabled $m.rules.enabled $m.dashboard.enabled) (not $m.enabled) -}}
+{{- fail "metrics.podMonitor, metrics.rules and metrics.dashboard show what nobody measures; set metrics.enabled=true, or all of them false" -}}
+{{- end -}}
+{{- if and $m.podMonitor.enabled (eq $v.mode "sidecar") -}}
+{{- fail "metrics.podMonitor: a sidecar's pod has the engine's labels, which the chart does not know; set metrics.podMonitor.enabled=false and name the port metrics in a PodMonitor of the engine" -}}
+{{- end -}}
+{{- if and $m.enabled $tcp (eq (int $m.port) (int $v.tcp.port)) -}}
+{{- fail (printf "metrics.port=%d is tcp.port, too; change one of them" (int $m.port)) -}}
+{{- end -}}
+{{- $n := $v.networkPolicy -}}
+{{- if and $n.enabled $m.enabled (not $n.metricsFrom) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.metricsFrom lets no Prometheus in; list its peers in networkPolicy.metricsFrom, or set metrics.enabled=false" -}}
+{{- end -}}
+{{- if and $n.metricsFrom (not (and $n.enabled $m.enabled)) -}}
+{{- fail "networkPolicy.metricsFrom has no effect: set networkPolicy.enabled=true and metrics.enabled=true, or empty it" -}}
+{{- end -}}
+{{- if and $n.enabled $v.otlp.endpoint (not $n.to) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint; list the collector's peers (and the DNS server's) in networkPolicy.to" -}}
+{{- end -}}
+{{- if and $n.to (not (and $n.enabled $v.otlp.endpoint)) -}}
+{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, or empty it" -}}
+{{- end -}}
 {{- if $v.l1.hugePages -}}
 {{- if $v.arena.persist -}}
 {{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
