@@ -21,8 +21,10 @@ from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.runtime.finals import final_status
+from kvgrpc.service.admission import Admission
 from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
+from kvgrpc.service.tls import TlsFiles
 from kvgrpc.telemetry.hands import CountedTier
 from kvgrpc.telemetry.running import Telemetry, TelemetryOptions
 from kvgrpc.telemetry.series import Sources
@@ -45,6 +47,9 @@ class Choices:
     cpu_workers: int
     reflection: bool
     metrics: str
+    health: str
+    tls: bool
+    tenants: bool
 
 
 def telemetry_options(settings: Settings, facts: ServerFacts) -> TelemetryOptions:
@@ -59,12 +64,17 @@ def telemetry_options(settings: Settings, facts: ServerFacts) -> TelemetryOption
 
 
 def server_options(settings: Settings) -> ServerOptions:
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     return ServerOptions(
         socket=settings.socket_path(),
         socket_mode=settings.socket_mode,
         socket_group=settings.socket_group,
         listen=settings.listen,
         insecure=settings.insecure,
+        tls=tls,
+        health_listen=settings.health_listen or "",
         reflection=settings.serves_reflection(),
         message_bytes=settings.message_size,
         deadline_s=settings.deadline_ms / 1000,
@@ -110,6 +120,11 @@ class Shown:
         return self.telemetry.start(sources, admin.get_status)
 
 
+def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
+    for cache_salt, size_bytes in quotas.items():
+        book.set_quota(cache_salt, size_bytes)
+
+
 def raise_file_limit() -> None:
     """As many descriptors as the system lets this process have: each connection and each shared object takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -134,8 +149,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     book = Bookkeeper(limits, arena.ready_bytes)
-    for cache_salt, size_bytes in settings.quota.items():
-        book.set_quota(cache_salt, size_bytes)
+    set_quotas(book, dict(settings.quota))
     hands = Hands(
         mover=SharedMemoryMover(
             arena, limits.chunk_tokens, {os.geteuid(), *settings.allow_uid}, threads=settings.copy_threads or 0
@@ -147,13 +161,19 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)
+    client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
+    admission = None
+    if settings.access is not None:
+        admission = Admission(settings.access, partial(set_quotas, book))
+        client_for = admission.bound(client_for)
     server = Server(
         server_options(settings),
-        shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client,
+        client_for,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
     )
+    server.admit = None if admission is None else admission.admit
 
     def started() -> None:
         announce(
@@ -167,6 +187,9 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 cpu_workers=settings.cpu_workers(),
                 reflection=settings.serves_reflection(),
                 metrics=metrics,
+                health=server.health_address,
+                tls=settings.tls_cert is not None,
+                tenants=settings.access is not None,
             )
         )
 

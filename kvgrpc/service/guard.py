@@ -36,6 +36,8 @@ from kvgrpc.telemetry.log import REQUEST_ID, logger
 from kvgrpc.telemetry.rpcs import OK, RpcFigures
 
 Check = Callable[[Call], None]
+Admit = Callable[[Call, Any], None]
+"""Finds out who calls, from the call and its gRPC context, and raises a Refusal for who may not."""
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -105,8 +107,14 @@ class CallGuard(grpc.GenericRpcHandler):
     """
 
     def __init__(
-        self, traffic: Traffic, limits: CallLimits, checks: Sequence[Check] = (), figures: RpcFigures | None = None
+        self,
+        traffic: Traffic,
+        limits: CallLimits,
+        checks: Sequence[Check] = (),
+        figures: RpcFigures | None = None,
+        admit: Admit | None = None,
     ) -> None:
+        self._admit = admit
         self._traffic = traffic
         self._figures = figures or RpcFigures(RULES)
         self._limits = limits
@@ -185,6 +193,8 @@ class CallGuard(grpc.GenericRpcHandler):
         try:
             for check in self._checks:
                 check(call)
+            if self._admit is not None:
+                self._admit(call, context)
             check_running_bytes(self._traffic, self._limits.running_bytes, call.rule, size_bytes)
             self._traffic.enter(call.rule, size_bytes)
             try:

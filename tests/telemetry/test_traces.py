@@ -25,7 +25,7 @@ SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 def send(client: AioClient, traceparent: str) -> None:
     """Every call of the client brings it from now on."""
     more = (("traceparent", traceparent),) if traceparent else ()
-    client._metadata = (*client._metadata[:1], *more)  # type: ignore[assignment]
+    client._named = (*client._named[:1], *more)
 
 
 def by_name(collector: Collector) -> dict[str, list[Any]]:
