@@ -150,6 +150,7 @@ def test_every_object_of_the_schema_is_closed() -> None:
 def test_flags_are_the_servers_options_that_no_value_makes() -> None:
     own = {"--socket", "--socket-mode", "--socket-group", "--listen", "--insecure", "--allow-uid"}
     own |= {"--l1-size", "--arena-path", "--huge-pages", "--drain-ms", "--metrics-listen", "--otlp-endpoint"}
+    own |= {"--tls-cert", "--tls-key", "--tls-client-ca", "--access", "--health-listen"}
     made = {flag.removeprefix("--") for flag in own}
     settings = {name.replace("_", "-") for name in Settings.model_fields}
     assert made <= settings

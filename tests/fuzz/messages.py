@@ -34,7 +34,7 @@ _INTS = {
 }
 
 
-def _value(field: Field, chance: Random) -> Any:
+def _value(field: Any, chance: Random) -> Any:
     kind = field.cpp_type
     if kind in _INTS:
         return chance.choice(_INTS[kind])
