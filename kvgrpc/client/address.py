@@ -16,8 +16,10 @@ _UNIX_PATH_BYTES = 107
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: ``path`` of a Unix socket, or ``host`` (IPv6 without brackets) and ``port``. ``tls``: with
-    TLS, whether credentials are named or not."""
+    """Where a server listens: ``path`` of a Unix socket, or ``host`` (IPv6 without brackets) and ``port``.
+
+    ``tls``: with TLS, whether credentials are named or not.
+    """
 
     path: str = ""
     host: str = ""
