@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.breaker import BreakerSettings
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
+    from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
@@ -90,6 +91,7 @@ _NAMES = {
     "kvgrpc.client.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
+    "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
     "kvgrpc.client.fork": "ForkedProcessError",
     "kvgrpc.client.lookups": "LookupBounds LookupResult",
@@ -124,6 +126,7 @@ __all__ = [
     "ClientStatus",
     "Content",
     "CopyFuture",
+    "Credentials",
     "CudaIpcMemory",
     "Ended",
     "EngineStatus",
@@ -170,6 +173,7 @@ __all__ = [
     "WorkerClient",
     "WorkerOptions",
     "default_address",
+    "default_credentials",
     "parse_address",
     "stored_form",
 ]
