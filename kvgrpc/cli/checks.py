@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvgrpc.bench.card import CardEngine
 from kvgrpc.bench.processes import BenchError, answer, running, say
+from kvgrpc.config.places import mps_folder
 from kvgrpc.config.values import format_size
 from kvgrpc.core.types import Direction
-from kvgrpc.transfer import _native
+from kvgrpc.transfer import device
 from kvgrpc.transfer.cards import nvidia_devices
 from kvgrpc.transfer.kernels import load_kernel
 from kvgrpc.transfer.room import available_memory, free_huge_pages
@@ -85,7 +86,7 @@ def card_findings() -> Iterator[Finding]:
     """Cards, and what the server needs of them."""
     devices = nvidia_devices()
     try:
-        cards = _native.cards()
+        cards = device.cards()
     except RuntimeError as error:
         if devices:
             yield _fail("driver", f"{devices} device files, but {error}: install the driver's libcuda in the container")
@@ -124,7 +125,7 @@ def _cpus(text: str) -> set[int]:
 def _one_card(ordinal: int) -> Iterator[Finding]:
     here = CardEngine(ordinal)
     yield _mode(ordinal, here.compute_mode)
-    native = _native.Card(ordinal)
+    native = device.Card(ordinal)
     free, _ = native.memory()
     with _peer(ordinal) as handle:
         left, _ = native.memory()
@@ -154,7 +155,7 @@ def _one_card(ordinal: int) -> Iterator[Finding]:
 
 def _mode(ordinal: int, mode: int) -> Finding:
     what = f"card {ordinal} compute mode"
-    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - MPS's own default
+    mps = (mps_folder() / "control").exists()
     if mode == 0:
         return _ok(what, "default" + (", and MPS runs" if mps else ", no MPS"))
     if mode == 3 and mps:
@@ -163,7 +164,7 @@ def _mode(ordinal: int, mode: int) -> Finding:
 
 
 @contextmanager
-def _peer(ordinal: int) -> Iterator[bytes]:
+def _peer(ordinal: int) -> Generator[bytes, None, None]:
     """The handle of memory of another process that lives meanwhile."""
     with running("kvgrpc.cli.checks", str(ordinal)) as process:
         yield bytes.fromhex(answer(process).strip())
