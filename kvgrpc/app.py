@@ -21,6 +21,7 @@ from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.runtime.finals import final_status
+from kvgrpc.runtime.garbage import Freezer
 from kvgrpc.service.admission import Admission
 from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
@@ -196,11 +197,15 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     metrics = ""
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow))
+    freezer = Freezer(lambda: server.traffic.limited_calls == 0)
+    freezing = asyncio.create_task(freezer.run())
     try:
         metrics = await shown.start(server)
         await run(server, started, signals)
     finally:
         if shown.telemetry is not None:
             await shown.telemetry.stop()
+        freezing.cancel()
+        freezer.close()
         await driver.close()
         arena.close()
