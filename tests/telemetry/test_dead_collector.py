@@ -14,7 +14,7 @@ import pytest
 from kvgrpc.telemetry.running import STOP_S
 from tests.e2e.harness import CHUNK, tokens_of
 from tests.served import stop
-from tests.telemetry.watched import watched
+from tests.telemetry.watched import Watched, watched
 
 LOOKUPS = 4000
 """More spans than may wait."""
@@ -29,32 +29,33 @@ def address_of(kind: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def seconds_to_stop(*flags: str) -> float:
-    async with watched(*flags) as server:
-        engine = await server.engine()
-        await engine.hits(tokens_of(1, CHUNK))
-        await engine.stop()
+async def traffic(server: Watched) -> float:
+    """Seconds of the longest batch."""
+    engine = await server.engine()
+    prompt, longest_s = tokens_of(1, CHUNK), 0.0
+    for _ in range(LOOKUPS // 100):
         begin = time.monotonic()
-        assert stop(server.served.process) == 0
-        return time.monotonic() - begin
+        await asyncio.gather(*(engine.lookup(prompt) for _ in range(100)))
+        longest_s = max(longest_s, time.monotonic() - begin)
+    await engine.stop()
+    return longest_s
+
+
+def seconds_to_stop(server: Watched) -> float:
+    begin = time.monotonic()
+    assert stop(server.served.process) == 0
+    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize("kind", ["refused", "silent"])
 async def test_calls_go_on_and_the_end_waits_two_seconds_at_most(kind: str):
-    without_s = await seconds_to_stop()
+    async with watched() as server:
+        usual_s, usual_stop_s = await traffic(server), seconds_to_stop(server)
     with address_of(kind) as address:
         async with watched("--otlp-endpoint", address, "--trace-share", "1", "--otlp-interval-ms", "200") as server:
-            engine = await server.engine()
-            prompt, longest_s = tokens_of(1, CHUNK), 0.0
-            for _ in range(LOOKUPS // 100):
-                begin = time.monotonic()
-                await asyncio.gather(*(engine.lookup(prompt) for _ in range(100)))
-                longest_s = max(longest_s, time.monotonic() - begin)
+            longest_s = await traffic(server)
             dropped = server.scrape()["kvgrpc_telemetry_spans_total", (("result", "dropped"),)]
-            await engine.stop()
-            begin = time.monotonic()
-            assert stop(server.served.process) == 0
-            stop_s = time.monotonic() - begin
-    assert longest_s < 2, "a batch of lookups waited for the collector"
+            stop_s = seconds_to_stop(server)
+    assert longest_s < max(2, 4 * usual_s), "a batch of lookups waited for the collector"
     assert dropped > 0
-    assert stop_s < without_s + STOP_S + 1  # the machine's own noise
+    assert stop_s < STOP_S + max(1, 3 * usual_stop_s)  # the machine's own noise
