@@ -24,6 +24,7 @@ from kvgrpc.transfer.room import available_memory, free_huge_pages
 SHM = "/dev/shm"  # noqa: S108 - where shm_open puts its objects, not a temporary file
 SHARED_BYTES = 64 << 20
 SLOW_GB_S = 10.0
+MEASURED_BYTES = 256 << 20
 MIB = 1 << 20
 
 
@@ -93,6 +94,8 @@ def card_findings() -> Iterator[Finding]:
         else:
             yield _ok("cards", f"none ({error}); the server serves engines in host memory")
         return
+    if not cards:
+        yield _warn("cards", "the driver shows none to this process (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)")
     for ordinal, uuid, name, bus_id in cards:
         yield _ok(f"card {ordinal}", f"{name}, {uuid}")
         yield _numa(ordinal, bus_id)
@@ -139,10 +142,10 @@ def _one_card(ordinal: int) -> Iterator[Finding]:
             text = f"{error}: server and engines need the same view of the card, and process ids that differ"
             yield _fail(f"card {ordinal} IPC", text)
     yield _ok(f"card {ordinal} events", "handles of events are not used: clients wait for their own")
-    with here.memory(1 << 30) as memory:
+    with here.memory(MEASURED_BYTES) as memory:
         for way in Direction:
-            here.copy(memory, (way,))
-            rate = (1 << 30) / min(here.copy(memory, (way,)) for _ in range(3)) / 1e9
+            seconds = [here.copy(memory, (way,), MEASURED_BYTES) for _ in range(4)]
+            rate = MEASURED_BYTES / min(seconds) / 1e9
             text = f"{rate:.1f} GB/s between pinned memory and the card"
             good = rate > SLOW_GB_S
             yield _ok(f"card {ordinal} {way.value}", text) if good else _warn(f"card {ordinal} {way.value}", text)
