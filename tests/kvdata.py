@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from kvgrpc.api import BlockForm, KvGroup, Layout, Runs, SharedMemory
 
@@ -143,7 +144,7 @@ class Image:
         *,
         lead: int = 0,
         tail: int = 0,
-        buffer: bytearray | mmap.mmap | None = None,
+        buffer: Buffer | None = None,
     ) -> None:
         self.kv, self.arrangement, self.block_size, self.num_blocks = kv, arrangement, block_size, num_blocks
         self.lead = lead
@@ -151,7 +152,7 @@ class Image:
         self.tensor_bytes = kv.token_bytes // self.tensors * block_size * num_blocks
         self.size_bytes = self.tensors * (lead + self.tensor_bytes) + tail
         self.buffer = bytearray(self.size_bytes) if buffer is None else buffer
-        self.memory: Bytes = np.frombuffer(self.buffer, np.uint8)[: self.size_bytes]
+        self.memory: Bytes = np.frombuffer(memoryview(self.buffer), np.uint8)[: self.size_bytes]
         self.memory[:] = FILL
         pitched = self.memory[: self.tensors * (lead + self.tensor_bytes)].reshape(self.tensors, -1)[:, lead:]
         sizes = dict(

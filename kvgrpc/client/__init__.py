@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.copies import CopyFuture
     from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
+    from kvgrpc.client.device import KvForm, NotShareableError, kv_layout, register_kv_caches
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
     from kvgrpc.client.parallel import ParallelStrategy
@@ -93,6 +94,7 @@ _NAMES = {
     "kvgrpc.client.copies": "CopyFuture",
     "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
+    "kvgrpc.client.device": "KvForm NotShareableError kv_layout register_kv_caches",
     "kvgrpc.client.fork": "ForkedProcessError",
     "kvgrpc.client.lookups": "LookupBounds LookupResult",
     "kvgrpc.client.parallel": "ParallelStrategy",
@@ -137,6 +139,7 @@ __all__ = [
     "Hashes",
     "Held",
     "Hello",
+    "KvForm",
     "KvGroup",
     "Layout",
     "Limits",
@@ -145,6 +148,7 @@ __all__ = [
     "LookupRequest",
     "LookupResult",
     "Memory",
+    "NotShareableError",
     "ParallelStrategy",
     "Policy",
     "PrefetchStatus",
@@ -174,7 +178,9 @@ __all__ = [
     "WorkerOptions",
     "default_address",
     "default_credentials",
+    "kv_layout",
     "parse_address",
+    "register_kv_caches",
     "stored_form",
 ]
 

@@ -248,7 +248,7 @@ class Driver:
     def pump(self) -> None:
         """Carries out what the bookkeeper wants done. Call after every call of it."""
         actions = self.book.drain()
-        while actions:
+        while actions or self._copying:  # a report may bring nothing to do but to plan behind the slice that goes on
             for action in actions:
                 self._act(action)
             self._pulse.set()

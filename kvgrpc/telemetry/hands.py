@@ -12,7 +12,7 @@ from kvgrpc.api import Layout
 from kvgrpc.core.types import Direction, ObjectName, RunSlice, SliceReport
 from kvgrpc.runtime.figures import Spread
 from kvgrpc.tiers.base import Tier, TierMiss
-from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
 
 READ_RESULTS = ("read", "missing", "failed", "cancelled")
 
@@ -39,7 +39,17 @@ class CountedMover:
 
     def copy(self, work: RunSlice) -> SliceReport:
         begin = time.perf_counter()
-        report = self._mover.copy(work)
+        return self.count(work, self._mover.copy(work), begin)
+
+    def launch(self, work: RunSlice) -> Flight | SliceReport:
+        """A flight is timed from its launch, so with what it waits for behind others."""
+        if not isinstance(self._mover, LaunchingMover):
+            return self.copy(work)
+        begin = time.perf_counter()
+        begun = self._mover.launch(work)
+        return self.count(work, begun, begin) if isinstance(begun, SliceReport) else _Counted(self, begun, work, begin)
+
+    def count(self, work: RunSlice, report: SliceReport, begin: float) -> SliceReport:
         seconds = time.perf_counter() - begin
         copied = sum(piece.span[1] - piece.span[0] for piece in work.pieces[: report.completed])
         with self._lock:
@@ -54,6 +64,16 @@ class CountedMover:
 
     def close(self) -> None:
         self._mover.close()
+
+
+class _Counted:
+    """A flight that is counted when it has landed."""
+
+    def __init__(self, mover: CountedMover, flight: Flight, work: RunSlice, begin: float) -> None:
+        self._mover, self._flight, self._work, self._begin = mover, flight, work, begin
+
+    def wait(self) -> SliceReport:
+        return self._mover.count(self._work, self._flight.wait(), self._begin)
 
 
 class CountedTier:

@@ -17,7 +17,7 @@ from kvgrpc.telemetry.hands import CountedTier
 from kvgrpc.telemetry.log import TRACE_ID
 from kvgrpc.telemetry.tracing import Tracing
 from kvgrpc.tiers.base import Tier
-from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
 
 T = TypeVar("T")
 
@@ -139,11 +139,42 @@ class TracedMover:
             span.set_attribute("kvgrpc.completed", report.completed)
             return report
 
+    def launch(self, work: RunSlice) -> Flight | SliceReport:
+        context = self._tracing.copies.get((work.client_id, work.call_id))
+        if context is None and isinstance(self._mover, LaunchingMover):
+            return self._mover.launch(work)
+        if not isinstance(self._mover, LaunchingMover):
+            return self.copy(work)
+        attributes = {"kvgrpc.direction": work.direction.value, "kvgrpc.pieces": len(work.pieces)}
+        flight = _Traced(self._tracing.tracer.start_span("copy", context, attributes=attributes))
+        begun = self._mover.launch(work)
+        if isinstance(begun, SliceReport):
+            return flight.landed(begun)
+        flight.flight = begun
+        return flight
+
     def unmap(self, mapping_id: int) -> None:
         self._mover.unmap(mapping_id)
 
     def close(self) -> None:
         self._mover.close()
+
+
+class _Traced:
+    """A flight whose span ends with it."""
+
+    flight: Flight
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def wait(self) -> SliceReport:
+        return self.landed(self.flight.wait())
+
+    def landed(self, report: SliceReport) -> SliceReport:
+        self._span.set_attribute("kvgrpc.completed", report.completed)
+        self._span.end()
+        return report
 
 
 class TracedTier(CountedTier):

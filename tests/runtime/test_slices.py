@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -119,3 +120,81 @@ def test_a_client_that_comes_back_begins_anew(bench: Bench) -> None:
     bench.affinity.close()
     bench.runner.forget("c")
     bench.runner.forget("never")
+
+
+class Launched:
+    def __init__(self, mover: LaunchingScript, work: RunSlice) -> None:
+        self._mover, self._work = mover, work
+
+    def wait(self) -> SliceReport:
+        assert self._mover.land.wait(10)
+        self._mover.landed.append(self._work.slice_id)
+        return self._mover.ends.get(self._work.slice_id, SliceReport(len(self._work.pieces)))
+
+
+class LaunchingScript(ScriptedMover):
+    """Launches, until ``land``; what has a fate ends at its launch, what is in ``ends`` later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.land = threading.Event()
+        self.launched: list[int] = []
+        self.landed: list[int] = []
+        self.ends: dict[int, SliceReport] = {}
+
+    def launch(self, work: RunSlice) -> Launched | SliceReport:
+        self.launched.append(work.slice_id)
+        return self.copy(work) if work.slice_id in self.fates else Launched(self, work)
+
+
+@pytest.fixture
+def launching(bench: Bench) -> LaunchingScript:
+    mover = LaunchingScript()
+    bench.runner = SliceRunner(bench.affinity, mover, bench._post)
+    bench.affinity.bind("c")
+    return mover
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_next_slice_is_launched_while_one_is_copied(bench: Bench, launching: LaunchingScript) -> None:
+    bench.run(1)
+    bench.run(2, 1)
+    wait_for(lambda: launching.launched == [1, 2])
+    assert bench.reports == {}
+    launching.land.set()
+    assert bench.end() == {1: DONE, 2: DONE}
+    assert list(bench.reports) == launching.landed == [1, 2]
+
+
+@pytest.mark.parametrize("fate", [FAILED, RuntimeError("a bug")])
+def test_a_launch_that_fails_is_reported_in_its_turn(
+    bench: Bench, launching: LaunchingScript, fate: SliceReport | Exception
+) -> None:
+    launching.fates[2] = fate
+    for slice_id in (1, 2, 3):
+        bench.run(slice_id, slice_id - 1)
+    bench.run(4, call_id=2)
+    wait_for(lambda: launching.launched == [1, 2, 4])
+    assert bench.reports == {}
+    launching.land.set()
+    reports = bench.end()
+    assert list(reports) == [1, 2, 3, 4]
+    assert (reports[1], reports[3], reports[4]) == (DONE, SKIP, DONE)
+    assert reports[2] == (FAILED if fate is FAILED else SliceReport(0, "INTERNAL", torn=True))
+
+
+def test_what_was_launched_behind_a_failure_is_not_counted(bench: Bench, launching: LaunchingScript) -> None:
+    launching.ends[1] = FAILED
+    bench.run(1)
+    bench.run(2, 1)
+    bench.run(3, call_id=2)
+    wait_for(lambda: launching.launched == [1, 2, 3])
+    launching.land.set()
+    assert bench.end() == {1: FAILED, 2: SKIP, 3: DONE}
+    assert launching.landed == [1, 2, 3]
