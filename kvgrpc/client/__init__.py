@@ -41,9 +41,9 @@ if TYPE_CHECKING:
         TierStatus,
         Tokens,
     )
+    from kvgrpc.breaker import BreakerSettings
     from kvgrpc.client.address import Address, parse_address
     from kvgrpc.client.aio import AioClient
-    from kvgrpc.client.breaker import BreakerSettings
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
     from kvgrpc.client.default import default_address
@@ -87,7 +87,7 @@ _NAMES = {
     ),
     "kvgrpc.client.address": "Address parse_address",
     "kvgrpc.client.aio": "AioClient",
-    "kvgrpc.client.breaker": "BreakerSettings",
+    "kvgrpc.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
     "kvgrpc.client.default": "default_address",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -90,10 +90,12 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length."""
+    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length, and for
+    people what the name stands for."""
 
     name: str
     size_bytes: int
+    about: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
