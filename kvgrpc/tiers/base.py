@@ -52,6 +52,13 @@ class TierMiss(TierFault):
         super().__init__(FaultReason.MISSING, message)
 
 
+class OtherLength(TierFault):
+    """The object is there with another length than was asked for: of no use here, but whole."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FaultReason.FOREIGN, message)
+
+
 class Tier(Protocol):
     """Keeps objects by name."""
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from xxhash import xxh3_128
 
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers.base import FaultReason, TierFault
+from kvgrpc.tiers.base import FaultReason, OtherLength, TierFault
 
 MAX_NAME_BYTES = 80
 HEADER_BYTES = 4096
@@ -57,11 +57,11 @@ class Opening:
         magic, version, length, size_bytes, self._checksum, name, _ = _HEADER.unpack_from(header)
         if magic != _MAGIC or version != _VERSION:
             raise TierFault(FaultReason.FOREIGN, f"{object.name}: not an object of version {_VERSION}")
-        if size_bytes != object.size_bytes:
-            sentence = f"{object.name}: an object of {size_bytes} bytes where {object.size_bytes} were expected"
-            raise TierFault(FaultReason.FOREIGN, sentence)
         if name[:length] != object.name.encode():
             raise TierFault(FaultReason.FOREIGN, f"{object.name}: another object's bytes")
+        if size_bytes != object.size_bytes:
+            sentence = f"{object.name}: an object of {size_bytes} bytes where {object.size_bytes} were expected"
+            raise OtherLength(sentence)
         at = _CHECKSUM_AT
         self._state = xxh3_128(b"".join((header[:at], _NO_CHECKSUM, header[at + 16 : HEADER_BYTES])))
 
