@@ -124,6 +124,16 @@ class CancelRead:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteObject:
+    """Write the object in ``extents`` to a tier that does not have it yet; report ``write_done(write_id, ok)``."""
+
+    write_id: int
+    tier: str
+    object: ObjectName
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class JobDone:
     """A pending lookup is final (or gone); wake whoever waits for it."""
 
@@ -152,4 +162,5 @@ class EngineDraining:
     client_id: str
 
 
-Action = RunSlice | CallEnded | ProbeTiers | ReadTier | CancelRead | JobDone | Unmap | SessionEnded | EngineDraining
+TierAction = ProbeTiers | ReadTier | CancelRead | WriteObject
+Action = RunSlice | CallEnded | TierAction | JobDone | Unmap | SessionEnded | EngineDraining

@@ -59,7 +59,7 @@ class Lookups:
         counters["lookup_tokens"] += command.content.num_tokens
         want = sum(1 << rank for rank in ranks)
         found = self.resident(command.space, keys, want)
-        prefetches = bool(self._prefetcher.tiers) and len(found) < len(keys)
+        prefetches = bool(self._prefetcher.writes.lanes) and len(found) < len(keys)
         if not found and not prefetches:
             return NO_HIT
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
@@ -73,9 +73,13 @@ class Lookups:
             self._index.pin(found)
             self._leases.grant(lease, found)
         self._index.eviction.use(found, command.policy.priority)
+        self._prefetcher.writes.used(found)
         self._jobs.add(job, now)
         counters["hit_tokens"] += len(found) * limits.chunk_tokens
-        wait_ns = command.prefetch_wait_ns or limits.prefetch_wait_ns
+        wait_ns = (
+            limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - len(found)) * limits.chunk_tokens
+        )
+        wait_ns = command.prefetch_wait_ns or min(wait_ns, limits.prefetch_wait_most_ns)
         if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns):
             return job.answer(command.fingerprint)
         limited_by = LIMIT if prefetches and not pinned else ""

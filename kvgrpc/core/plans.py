@@ -19,6 +19,7 @@ from kvgrpc.core.leases import Leases, finish_read
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import ChunkOutcome as Outcome
+from kvgrpc.core.writes import WriteBehind
 
 AFTER_FAILURE = "AFTER_FAILURE"
 SLICE_PIECES = 1024
@@ -40,6 +41,7 @@ class Desk:
     leases: Leases
     jobs: Jobs
     holds: Holds
+    writes: WriteBehind
 
 
 class Plan(ABC):
@@ -253,6 +255,7 @@ class StorePlan(Plan):
         copied = report.completed
         done = 0 if self._offset else copied
         known = STORED if self._desk.index.commit_objects(chunks[:done], self._kv_rank) else CLEARED
+        self._desk.writes.stored(chunks[:done], self._kv_rank)
         for at in places[:done]:
             self._outcomes[at - self._first] = known
         if copied >= len(places):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, ChunkKeys, CoreLimits, S, SpaceIdentity, SpaceRef
+from kvgrpc.core.types import MS, ChunkKeys, CoreLimits, S, SpaceIdentity, SpaceRef, WritePolicy
 from tests.sim.engine import Client, Engine, Kind
 from tests.sim.hands import Hands
 from tests.sim.loop import Loop, Process, PromiseError
@@ -57,6 +57,7 @@ class World:
         tiers = Tiers(rng, names, rng.choice((0.3, 0.7)))
         self.hands = Hands(self.loop, rng, self._limits(biggest), arena_cells, tiers, verbose)
         self.hands.check_every *= with_invariants
+        self.hands.book.set_write_policy("", rng.choice(list(WritePolicy)))
         for identity, family in zip(identities, families, strict=True):
             self._make_model(identity, family)
 
@@ -89,6 +90,10 @@ class World:
             settling_share=rng.choice((0.05, 0.5, 1.0, 1.0)),
             prefetch_share=rng.choice((0.25, 1.0)),
             prefetch_wait_ns=60 * MS,
+            write_share=rng.choice((0.125, 0.5)),
+            write_ahead_share=rng.choice((0.25, 1.0)),
+            writes_in_flight=rng.choice((1, 3, 8)),
+            writes_queued=rng.choice((2, 64)),
             jobs_per_engine=rng.choice((4, 64)),
             victims_per_turn=rng.choice((1, 3, 1024)),
             call_record_ns=1500 * MS,
