@@ -308,12 +308,15 @@ class ClearTarget:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One lower tier."""
+    """One lower tier. ``writes_queued`` are objects that wait for their turn; ``counters`` are its own."""
 
     name: str
     healthy: bool
     used_bytes: int
     reads_in_flight: int
+    writes_in_flight: int = 0
+    writes_queued: int = 0
+    counters: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)

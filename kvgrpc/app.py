@@ -10,15 +10,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.types import NO_VERSIONS
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
+from kvgrpc.tiers.base import Tier
+from kvgrpc.tiers.disk import DiskTier
+from kvgrpc.tiers.guarded import Guarded, GuardSettings
+from kvgrpc.tiers.version_file import begin, new_step, save
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.room import available_memory, free_huge_pages
@@ -55,6 +61,18 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
+def make_tiers(settings: Settings) -> tuple[dict[str, Tier], Path | None]:
+    """The lower tiers, in the order to ask them, and the file of versions if any of them outlives the server."""
+    tiers: dict[str, Tier] = {}
+    path: Path | None = None
+    if settings.disk_path is not None and settings.disk_size is not None:
+        disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
+        disk.start()
+        tiers[disk.name] = Guarded(disk, GuardSettings(deadline_s=settings.tier_deadline_ms / 1000))
+        path = settings.disk_path / "versions.json"
+    return tiers, path
+
+
 def raise_file_limit() -> None:
     """As many descriptors as the system lets this process have: each connection and each shared object takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -78,7 +96,11 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
-    book = Bookkeeper(limits, arena.ready_bytes)
+    tiers, versions_path = make_tiers(settings)
+    versions = NO_VERSIONS if versions_path is None else begin(versions_path)
+    book = Bookkeeper(limits, arena.ready_bytes, tuple(tiers), versions, 1 if versions_path is None else new_step())
+    for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
+        book.set_write_policy(model, policy)
     for cache_salt, size_bytes in settings.quota.items():
         book.set_quota(cache_salt, size_bytes)
     hands = Hands(
@@ -88,6 +110,9 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers()),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
+        tiers=tiers,
+        save_versions=None if versions_path is None else partial(save, versions_path),
+        flush_s=settings.flush_ms / 1000,
     )
     driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
     server = Server(

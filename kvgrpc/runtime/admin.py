@@ -47,12 +47,15 @@ class DriverAdmin:
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
         """A tier that cannot say how much it holds is shown as unhealthy; it must not take the status away."""
-        reads = self._driver.reads_in_flight(name)
+        below = self._driver.below
+        used_bytes, healthy = 0, tier.healthy
         try:
             used_bytes = await asyncio.wait_for(tier.usage(), TIER_ANSWER_S)
         except (TierFault, asyncio.TimeoutError):
-            return api.TierStatus(name, False, 0, reads)
-        return api.TierStatus(name, tier.healthy, used_bytes, reads)
+            healthy = False
+        writes, queued = below.writes(name)
+        reads = below.reads_in_flight(name)
+        return api.TierStatus(name, healthy, used_bytes, reads, writes, queued, dict(tier.counters))
 
     async def list_engines(self) -> tuple[api.EngineStatus, ...]:
         return tuple(
@@ -74,6 +77,7 @@ class DriverAdmin:
             driver.now(), space=target.space, model=target.model, cache_salt=target.cache_salt, everything=target.all
         )
         driver.pump()
+        await driver.save_versions()
         return cleared
 
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
@@ -81,6 +85,7 @@ class DriverAdmin:
         driver.forgets += 1
         cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
         driver.pump()
+        await driver.save_versions()
         return cleared
 
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:

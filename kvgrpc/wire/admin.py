@@ -69,7 +69,16 @@ def decode_server_status(message: pb.GetStatusResponse) -> api.ServerStatus:
         pins=message.pins,
         calls_in_flight=message.calls_in_flight,
         tiers=tuple(
-            api.TierStatus(tier.name, tier.healthy, tier.used_bytes, tier.reads_in_flight) for tier in message.tiers
+            api.TierStatus(
+                tier.name,
+                tier.healthy,
+                tier.used_bytes,
+                tier.reads_in_flight,
+                tier.writes_in_flight,
+                tier.writes_queued,
+                dict(tier.counters),
+            )
+            for tier in message.tiers
         ),
         executors=tuple(
             api.ExecutorStatus(executor.thread, tuple(executor.clients), executor.queued)
