@@ -125,7 +125,7 @@ class CancelRead:
 
 @dataclass(frozen=True, slots=True)
 class WriteObject:
-    """Write the object in ``extents`` to a tier that does not have it yet; report ``write_done(write_id, ok)``."""
+    """Write the object in ``extents`` to a tier that does not have it yet; report ``write_done``."""
 
     write_id: int
     tier: str

@@ -317,9 +317,9 @@ class Bookkeeper:
         """A tier read has ended; nothing touches its slot any more."""
         self.prefetcher.read_done(now, read_id, ok)
 
-    def write_done(self, now: int, write_id: int, ok: bool) -> None:
-        """A write to a tier has ended; nothing reads its slot any more."""
-        self.writes.write_done(write_id, ok)
+    def write_done(self, now: int, write_id: int, ok: bool, no_room: bool = False) -> None:
+        """A write to a tier has ended; nothing reads its slot any more. ``no_room``: the tier is well."""
+        self.writes.write_done(write_id, ok, no_room)
 
     # ---- operators --------------------------------------------------------------------------------------------------
 

@@ -86,17 +86,17 @@ class WriteBehind:
             if lane.tier == tier:
                 chunk.kept |= self._bit(lane, kv_rank)
 
-    def write_done(self, write_id: int, ok: bool) -> None:
-        """A write has ended; nothing reads its slot any more."""
+    def write_done(self, write_id: int, ok: bool, no_room: bool) -> None:
+        """A write has ended; nothing reads its slot any more. ``no_room``: it failed, but the tier is well."""
         write = self.flights.pop(write_id)
         lane = write.lane
         lane.flights -= 1
         lane.flying_bytes -= write.slot.taken_bytes
-        lane.failing = not ok
+        lane.failing = not ok and not no_room
         self._ledger.counters["written_objects" if ok else "failed_writes"] += 1
         if not ok:
             self._skip(lane, write.chunk, write.kv_rank)
-            while lane.queue:
+            while lane.queue and lane.failing:
                 self._skip(lane, *lane.queue.popleft())
         self._index.end_writes((write.chunk,))
         self._launch()

@@ -90,7 +90,9 @@ class Below:
 
     def _write_ended(self, action: WriteObject, done: asyncio.Task[None]) -> None:
         driver, ok = self._driver, _went_well("write", action.tier, done)
-        driver.book.write_done(driver.now(), action.write_id, ok)
+        error = None if done.cancelled() else done.exception()
+        no_room = isinstance(error, TierFault) and error.reason is FaultReason.FULL
+        driver.book.write_done(driver.now(), action.write_id, ok, no_room)
         driver.pump()
 
     def reads_in_flight(self, tier: str) -> int:

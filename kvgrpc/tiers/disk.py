@@ -221,13 +221,15 @@ class DiskTier:
         self._coming[name] = (0, ended)
         try:
             await self._make_room(slot, size, name)
-            try:
-                await self._run_whole(self._writers, self._write, slot, object, data)
-            except TierFault as fault:
-                if fault.reason is not FaultReason.FULL:
-                    raise
-                await self._evict(slot, size)
-                await self._run_whole(self._writers, self._write, slot, object, data)
+            for last in (False, False, False, True):
+                try:
+                    await self._run_whole(self._writers, self._write, slot, object, data)
+                    break
+                except TierFault as fault:
+                    if fault.reason is not FaultReason.FULL or last or not self._index:
+                        raise
+                async with self._claiming:  # the device is full, whatever the limit; others may be quicker
+                    await self._evict(slot, size)
             self._forget(name)
             self._index[name] = object.size_bytes
             self._used += size
@@ -255,7 +257,7 @@ class DiskTier:
             self._coming[name] = (size, self._coming[name][1])
 
     async def _evict(self, slot: Slot, size: int) -> None:
-        """Removes the least recently used until so many bytes are free."""
+        """Removes the least recently used until so many bytes are free; by one caller at a time."""
         victims: list[str] = []
         freed = 0
         for name, size_bytes in self._index.items():

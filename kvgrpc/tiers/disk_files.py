@@ -143,7 +143,8 @@ def can_direct(folder: Path) -> str:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return error.strerror or str(error)
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # full, and it could be opened: that says enough
+            raise
     finally:
         with suppress(OSError):
             trial.unlink()

@@ -22,6 +22,8 @@ COUNTS = {
     "spaces",
     "pins",
     "victims_per_turn",
+    "writes_in_flight",
+    "writes_queued",
 }
 
 

@@ -138,6 +138,16 @@ def test_a_failing_tier_gets_one_object_at_a_time_until_one_succeeds():
     assert len(desk.writes) == 5
 
 
+def test_an_object_that_found_no_room_says_nothing_about_the_others():
+    desk, e = tiered(writes_in_flight=1)
+    e.store("a", 3)
+    write = desk.writes.popitem()[1]
+    desk.book.write_done(desk.now, write.write_id, ok=False, no_room=True)
+    desk.step()
+    desk.end_writes()
+    assert len(desk.written) == 2
+
+
 def test_a_tier_that_hangs_keeps_only_what_it_was_given():
     """Stores and lookups go on; the rest of the arena serves."""
     desk, e = tiered(chunks=16, write_share=0.25)

@@ -26,7 +26,7 @@ from kvgrpc import api
 from kvgrpc.client import Client, SchedulerClient, WorkerClient
 from kvgrpc.core.types import SpaceIdentity, TokenRange
 from tests.e2e.harness import loaded_chunks, outcomes, tokens_of
-from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, Image, Kv, shared_memory
+from tests.kvdata import LAYERS_OUTERMOST, Image, Kv, shared_memory
 from tests.served import stop, wait_until
 
 CHUNK = 16
@@ -36,7 +36,7 @@ KV = Kv(layers=4, planes=2, heads=8, head_dim=64)
 OBJECT_BYTES = KV.token_bytes * CHUNK
 """128 KiB."""
 ENGINE_ID = "engine-of-the-disk-tests"
-IDENTITY = SpaceIdentity("model", "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, "")
+IDENTITY = SpaceIdentity("model", "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, "token-major:8:64:2")
 SOURCE, TARGET = list(range(1, 65, 2)), list(range(128, 192, 2))
 
 
@@ -167,9 +167,9 @@ class DiskEngine:
 
 @contextlib.contextmanager
 def engine(address: str) -> Iterator[DiskEngine]:
-    plain = Image(KV, BLOCKS_OUTERMOST_OPAQUE, 4, 256)
+    plain = Image(KV, LAYERS_OUTERMOST, 4, 256)
     with shared_memory(plain.size_bytes) as (name, buffer):
-        image = Image(KV, BLOCKS_OUTERMOST_OPAQUE, 4, 256, buffer=buffer)
+        image = Image(KV, LAYERS_OUTERMOST, 4, 256, buffer=buffer)
         request = api.RegisterRequest(ENGINE_ID, IDENTITY, 0, 0, 1, 1, image.layout(name))
         worker, scheduler = WorkerClient(address, request), SchedulerClient(address, ENGINE_ID, IDENTITY)
         one = DiskEngine(worker, scheduler, image)

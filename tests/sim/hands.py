@@ -308,4 +308,5 @@ class Hands:
         ok = write.end()
         if ok:
             self.tiers.keep(write.order.object.name, write.order.tier, write.taken)
-        self.ask(lambda now: self.book.write_done(now, write_id, ok))
+        no_room = not ok and self.rng.random() < 0.3
+        self.ask(lambda now: self.book.write_done(now, write_id, ok, no_room))

@@ -102,9 +102,9 @@ def no_write_pin(stack: ExitStack) -> None:
         launch(self)
         self._index.end_writes([self.flights[one].chunk for one in self.flights if one not in before])
 
-    def end(self: WriteBehind, write_id: int, ok: bool) -> None:
+    def end(self: WriteBehind, write_id: int, ok: bool, no_room: bool) -> None:
         self.flights[write_id].chunk.writes += 1
-        done(self, write_id, ok)
+        done(self, write_id, ok, no_room)
 
     stack.enter_context(patch.object(WriteBehind, "_launch", unpinned))
     stack.enter_context(patch.object(WriteBehind, "write_done", end))
