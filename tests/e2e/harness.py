@@ -39,6 +39,7 @@ from kvgrpc.core.types import (
     SpaceIdentity,
     SpaceRef,
     TokenRange,
+    WritePolicy,
 )
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
@@ -174,12 +175,14 @@ async def local_server(
     workers: int = 8,
     gates: Gates | None = None,
     allowed_uids: frozenset[int] = frozenset({os.geteuid()}),
+    writes: WritePolicy = WritePolicy.NONE,
     **options: Any,
 ) -> AsyncIterator[LocalServer]:
     """A server on a Unix socket under ``tmp_path``, stopped at the end; then nothing may be left over."""
     limits = limits or CoreLimits(chunk_tokens=CHUNK, page_bytes=4096)
     arena = Arena(l1_bytes)
     book = Bookkeeper(limits, l1_bytes, (tier.name,) if tier else ())
+    book.set_write_policy("", writes)
     gates = gates or Gates()
     hands = Hands(
         mover=SharedMemoryMover(arena, limits.chunk_tokens, allowed_uids, gates=gates),
