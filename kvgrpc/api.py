@@ -33,6 +33,7 @@ from kvgrpc.core.types import (
     SpaceRef,
     SpaceStatus,
     TokenRange,
+    Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
 
@@ -364,6 +365,8 @@ class AdminApi(Protocol):
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared: ...
 
     async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held: ...
+
+    async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
 

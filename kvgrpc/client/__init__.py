@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         SpaceRef,
         SpaceStatus,
         TokenRange,
+        Warmed,
     )
     from kvgrpc.transfer.layout import stored_form
 
@@ -101,7 +102,7 @@ _NAMES = {
     "kvgrpc.core.errors": "Reason Refusal",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
-        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange"
+        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
     "kvgrpc.transfer.layout": "stored_form",
 }
@@ -167,6 +168,7 @@ __all__ = [
     "TokenRange",
     "Tokens",
     "UntrustedSocketError",
+    "Warmed",
     "WorkerClient",
     "WorkerOptions",
     "default_address",

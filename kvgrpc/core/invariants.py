@@ -190,7 +190,7 @@ def _check_jobs(book: Bookkeeper) -> None:
         assert len(engine.jobs) <= limits.jobs_per_engine
         assert all(jobs.jobs.get(job_id) is job for job_id, job in engine.jobs.items())
         assert {job for jobs in engine.requests.values() for job in jobs.values()} == set(engine.jobs.values())
-    assert len(jobs.jobs) == sum(len(engine.jobs) for engine in book.sessions.engines.values())
+    assert len(jobs.jobs) == sum(len(engine.jobs) for engine in (book.lookups.warming, *book.sessions.engines.values()))
 
 
 def _check_calls(book: Bookkeeper) -> None:

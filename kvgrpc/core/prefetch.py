@@ -81,9 +81,9 @@ class Prefetcher:
 
     # ---- begin ------------------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, want: int, now: int, wait_ns: int) -> bool:
-        """Asks the tiers for what the job misses after its pinned prefix; False when there is nothing to ask."""
-        prefetch = Prefetch(len(job.lease.chunks), want, self._ledger.next_id())
+    def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> bool:
+        """Asks the tiers for what the job misses after its ``first`` chunks; False when there is nothing to ask."""
+        prefetch = Prefetch(first, want, self._ledger.next_id())
         sizes, orders = job.space.facts.object_bytes, job.space.facts.orders
         if any(rank not in sizes for rank in job.lease.ranks):
             return False  # nobody has said yet how long the objects are
@@ -242,16 +242,19 @@ class Prefetcher:
             count += 1
         if not limited_by or (prefetch.planned and count == len(prefetch.planned)):
             limited_by = prefetch.limited_by
-        self._leases.grant(job.lease, prefetch.planned[:count])
-        self._index.unpin(prefetch.planned[count:])
+        kept = count if job.pins else 0
+        self._leases.grant(job.lease, prefetch.planned[:kept])
+        self._index.unpin(prefetch.planned[kept:])
         total = prefetch.first + count
         by_tier: dict[str, int] = {"l1": prefetch.first} if prefetch.first else {}
         for source in prefetch.sources[:count]:
             by_tier[source] = by_tier.get(source, 0) + 1
         del job.keys[total:]
         chunk_tokens = self._ledger.limits.chunk_tokens
-        self._ledger.counters["hit_tokens"] += count * chunk_tokens
-        self._jobs.settle(job, PrefetchStatus(True, total * chunk_tokens, total > 0, by_tier, limited_by), now)
+        self._ledger.counters["hit_tokens" if job.pins else "warmed_tokens"] += count * chunk_tokens
+        self._jobs.settle(
+            job, PrefetchStatus(True, total * chunk_tokens, total > 0 and job.pins, by_tier, limited_by), now
+        )
         self._ledger.outbox.append(JobDone(job.job_id))
 
     def end(self, job: Job) -> None:

@@ -280,6 +280,14 @@ class Held:
     pinned_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Effect of Warm: what is in L1 now, and why not more."""
+
+    resident_tokens: int
+    limited_by: str = ""
+
+
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ import secrets
 from dataclasses import replace
 
 from kvgrpc import api
-from kvgrpc.core.types import MS, Cleared, Held, SpaceRef
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import MS, Cleared, Held, SpaceRef, Warmed
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
@@ -94,6 +95,24 @@ class DriverAdmin:
         held = driver.book.pin(driver.now(), space, keys, ttl_ms * MS, secrets.token_bytes(16))
         driver.pump()
         return held
+
+    async def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
+        driver, job_id = self._driver, secrets.token_bytes(16)
+        keys = await driver.chunk_keys(space, content)
+        if keys.first_chunk:
+            raise Refusal(Reason.INVALID_FIELD, "a prefix begins with the prompt", field="content.first_chunk")
+        lookups = driver.book.lookups
+        warmed = lookups.warm(driver.now(), space, keys.keys, wait_ms * MS, job_id)
+        if warmed is None:
+            waiting = asyncio.ensure_future(driver.wait_job(job_id, wait_ms + 1000))
+            driver.pump()
+            try:
+                await waiting
+            finally:
+                waiting.cancel()
+                warmed = lookups.warmed(job_id)
+                driver.pump()
+        return warmed
 
     async def unpin(self, pin_id: bytes) -> int:
         released = self._driver.book.unpin(self._driver.now(), pin_id)
