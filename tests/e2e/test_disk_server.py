@@ -16,8 +16,10 @@ import pytest
 from kvgrpc import api
 from kvgrpc.client import Client
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import SpaceRef, Warmed
 from kvgrpc.tiers.disk_files import file_bytes
-from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, DiskServer, engine
+from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, TOKENS, DiskServer, engine
+from tests.e2e.harness import tokens_of
 from tests.hostile.room import can_mount
 from tests.served import wait_until
 
@@ -285,6 +287,25 @@ def test_a_full_file_system(tmp_path: Path) -> None:
                 assert one.load(11) == CHUNKS
     finally:
         assert libc.umount2(bytes(disk), 2) == 0
+
+
+def test_warm_reads_ahead_of_traffic(server: DiskServer) -> None:
+    server.start()
+    with engine(server.address) as one:
+        one.store(1)
+        server.wait_written(CHUNKS)
+        server.kill()
+        server.start()
+        one.wait_back()
+        with Client(server.address, "operator") as operator:
+            assert one.worker.registration is not None
+            space = SpaceRef(one.worker.registration.space_base)
+            assert operator.warm(space, tokens_of(1, TOKENS), 5000) == Warmed(TOKENS)
+            reads = server.tier().counters["reads"]
+            assert (server.status().pins, reads) == (0, CHUNKS)
+            assert one.load(1) == CHUNKS
+            assert server.tier().counters["reads"] == reads
+            assert operator.warm(space, tokens_of(2, TOKENS), 5000) == Warmed(0)
 
 
 def test_two_servers_on_one_directory(tmp_path: Path) -> None:
