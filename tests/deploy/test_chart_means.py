@@ -96,7 +96,7 @@ BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
         "no container has port x",
     ),
     "request": (lambda m: _server(m)["resources"]["requests"].update(memory="1Ti"), "more memory than its limit"),
-    "flag": (lambda m: _server(m)["args"].append("--tls-cert=x"), "no option --tls-cert"),
+    "flag": (lambda m: _server(m)["args"].append("--tier=x"), "no option --tier"),
     "repeated flag": (lambda m: _server(m)["args"].append("--l1-size=1GiB"), "--l1-size is given twice"),
     "variable": (lambda m: _server(m)["env"].append({"name": "KVGRPC_TIER"}), "no setting reads KVGRPC_TIER"),
     "probe's port": (lambda m: _server(m)["livenessProbe"]["grpc"].update(port=1), "livenessProbe asks"),
@@ -123,16 +123,31 @@ def test_the_checks_find(name: str) -> None:
 
 # ---- values that are refused ----------------------------------------------------------------------------------------
 
+TLS: dict[str, object] = {"discovery": "service", "tls_secretName": "s"}
+METRICS: dict[str, object] = {"metrics_enabled": "true"}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "arena_persist": "true"}, "set arena.persist=false, or mode=daemonset"),
     ({"mode": "sidecar", "networkPolicy_enabled": "true"}, "set networkPolicy.enabled=false, or mode=daemonset"),
-    ({"discovery": "service"}, "Set tcp.insecure=true if the network is trusted, or discovery=socket"),
-    ({"discovery": "hostPort"}, "Set tcp.insecure=true if the network is trusted, or discovery=socket"),
+    ({"discovery": "service"}, "Set tls.secretName, or discovery=socket, or tcp.insecure=true if the network is"),
+    ({"discovery": "hostPort"}, "Set tls.secretName, or discovery=socket, or tcp.insecure=true if the network is"),
+    ({"tls_secretName": "s"}, "a socket has no TLS; set discovery=service or hostPort, or empty it"),
+    ({**TCP, "tls_secretName": "s"}, "set tcp.insecure=false, or empty tls.secretName"),
+    ({**TCP, "tls_serverName": "s"}, "have no effect without tls.secretName; set it, or empty them"),
+    ({**TLS, "tls_clientCertificates": "true"}, "would show the server's own certificate; set tls.clientSecretName"),
+    ({**TLS, "tls_healthPort": 50051}, "tls.healthPort=50051 is another port, too (tcp.port or metrics.port)"),
+    ({"access_tokenSecretName": "s"}, "nobody asks for a token without access.secretName; set it, or empty"),
     ({**TCP, "fullnameOverride": "1st"}, "does not begin with a letter, which a Service's must; set fullnameOverride"),
     ({**TCP, "networkPolicy_enabled": "true"}, "list the engines' peers in networkPolicy.from"),
     ({"networkPolicy_from[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.from has no effect: set"),
+    ({"metrics_rules_enabled": "true"}, "set metrics.enabled=true, or all of them false"),
+    ({**METRICS, "mode": "sidecar", "metrics_podMonitor_enabled": "true"}, "set metrics.podMonitor.enabled=false"),
+    ({**METRICS, **TCP, "metrics_port": 50051}, "metrics.port=50051 is tcp.port, too; change one of them"),
+    ({**METRICS, "networkPolicy_enabled": "true"}, "list its peers in networkPolicy.metricsFrom"),
+    ({"networkPolicy_metricsFrom[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.metricsFrom has no effect: set"),
+    ({"networkPolicy_enabled": "true", "otlp_endpoint": "http://c:4318"}, "list the collector's peers"),
+    ({"networkPolicy_to[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.to has no effect: set"),
     ({"l1_hugePages": "2Mi", "arena_persist": "true"}, "exclude each other, as --huge-pages and --arena-path do"),
     ({"l1_hugePages": "1Gi", "l1_size": "1536Mi"}, "l1.size=1536Mi is no multiple of l1.hugePages=1Gi; change l1.size"),
     ({"terminationGracePeriodSeconds": 25}, "does not hold drainSeconds=25 and the server's end after it"),
@@ -146,8 +161,11 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
 ]  # fmt: skip
 NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "deployment"}, "mode"),
-    ({"tls_enabled": "true"}, "tls"),
-    ({"metrics_enabled": "true"}, "metrics"),
+    ({"tls_enabled": "true"}, "enabled"),
+    ({"tls_secretName": "No.Name_"}, "secretName"),
+    ({"tiers_enabled": "true"}, "tiers"),
+    ({"metrics_port": 0}, "port"),
+    ({"otlp_endpoint": "collector:4318"}, "endpoint"),
     ({"l1_sizes": "4Gi"}, "sizes"),
     ({"l1_size": "4GB"}, "size"),
     ({"l1_size": "0Gi"}, "size"),

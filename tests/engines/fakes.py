@@ -15,6 +15,7 @@ from kvgrpc.client.lookups import LookupResult
 from kvgrpc.core.types import TokenRange
 from kvgrpc.engines.vllm.ports import Terms
 from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.servers import Servers
 
 BLOCK, CHUNK = 16, 32
 
@@ -113,9 +114,13 @@ class Desk:
         return request
 
 
-def desk(lora: str | None = "", **terms: Any) -> Desk:
+def desk(
+    lora: str | None = "", others: Sequence[FakeClient] = (), servers: Servers | None = None, **terms: Any
+) -> Desk:
+    """``others``: servers of further nodes. ``servers``: instead of all these."""
     client, blocks = FakeClient(), FakeBlocks()
-    return Desk(client, blocks, Scheduler(client, Terms(BLOCK, BLOCK, **terms), lambda _: lora, blocks))
+    asked = servers if servers is not None else Servers([client, *others])
+    return Desk(client, blocks, Scheduler(asked, Terms(BLOCK, BLOCK, **terms), lambda _: lora, blocks))
 
 
 class FakeCopier:

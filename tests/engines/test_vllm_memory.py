@@ -114,3 +114,9 @@ def test_blocks_in_pieces_are_refused_by_name():
         share({"a": torch.zeros(4, 2, 2)}, ["a"], FORM)
     with pytest.raises(NotShareableError, match="meta"):
         share({"a": torch.zeros(BLOCKS, 2, 2, device="meta")}, ["a"], FORM)
+
+
+def test_cards_are_asked_to_put_a_blocks_layers_side_by_side():
+    assert (memory.preferred_layout("cuda"), memory.preferred_layout("cpu")) == ("BLHNC", None)
+    (runs,) = share(blocks_outermost(), ["a", "b"], FORM).groups[0].runs
+    assert (runs.layer_stride_bytes, runs.block_stride_bytes) == (RUN, 2 * RUN)

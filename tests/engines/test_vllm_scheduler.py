@@ -34,7 +34,8 @@ def test_until_the_answer_is_there_vllm_is_told_to_ask_again():
     ("tokens", "hit", "computed", "offered"),
     [
         (100, 96, 0, 96),
-        (96, 96, 0, 80),
+        (96, 96, 0, 96),
+        (96, 96, 80, 16),
         (97, 96, 0, 96),
         (100, 96, 48, 48),
         (100, 64, 64, 0),
@@ -43,7 +44,7 @@ def test_until_the_answer_is_there_vllm_is_told_to_ask_again():
     ],
 )
 def test_what_is_offered(tokens: int, hit: int, computed: int, offered: int):
-    """vLLM computes at least one token, and begins at a block."""
+    """Of whole blocks; vLLM computes the last token itself where all are loaded."""
     d = desk()
     d.client.hit = hit
     assert d.scheduler.matched(d.arrive("r", tokens), computed) == (offered, offered > 0)
@@ -56,7 +57,7 @@ def test_a_load_names_the_blocks_behind_the_local_prefix():
     d.scheduler.matched(request, 48)
     d.scheduler.allocated(request, 48)
     (load,) = d.scheduler.step([]).loads
-    assert (load.start, load.end, load.job_id) == (48, 96, b"job")
+    assert (load.start, load.end, load.job_ids) == (48, 96, (b"job",))
     assert load.blocks == tuple(d.blocks.tables["r"][3:6])
     assert d.scheduler.step([]).loads == []
 
@@ -316,3 +317,12 @@ def test_the_blocking_mode_asks_once():
     request = d.arrive("r", 100)
     assert [d.scheduler.matched(request, 0) for _ in range(3)] == [(0, False)] * 3
     assert d.client.asked == [("r", 0)]
+
+
+def test_sums_do_not_grow_with_the_saves():
+    d = desk()
+    for number in range(3):
+        d.arrive(f"r{number}", 64)
+        (save,) = d.scheduler.step([(f"r{number}", 64)]).saves
+        d.scheduler.update(Report({save.save_id: 1}, {save.save_id: 64}, saved_tokens=64), (), ())
+    assert d.scheduler.report == Report(saved_tokens=192)

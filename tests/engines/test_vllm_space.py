@@ -101,6 +101,8 @@ def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
 def test_parallel_places():
     ranks = [facts(tp=2, pp=2, rank=rank).strategy.kv_rank for rank in range(4)]
     assert ranks == [0, 1, 2, 3]
+    replica = facts(tp=2, rank=3)
+    assert (replica.identity, replica.strategy.rank) == (facts(tp=2).identity, 1)  # of the second data-parallel replica
     shared = facts(kinds=(spec(MLAAttentionSpec),), tp=4, rank=2).strategy
     assert (shared.kv_world_size, shared.kv_rank, shared.is_kv_writer) == (1, 0, False)
     assert facts(tp=4, rank=3, heads=2).strategy.kv_rank == 1
@@ -133,12 +135,16 @@ def test_hashes_that_differ_in_each_process_are_not_used():
 def test_options():
     assert parse_options({}) == Options()
     assert parse_options({"address": "unix:/s", "store_share": 1, "lookup_async": False}).store_share == 1.0
+    assert parse_options({"addresses": ["a:1", "b:1"]}).addresses == ("a:1", "b:1")
     for wrong in (
         {"adress": "x"},
         {"lookup_async": 1},
         {"lookup_timeout_ms": 0},
         {"hashes": "md5"},
         {"store_share": 2},
+        {"addresses": "unix:/s"},
+        {"addresses": [1]},
+        {"addresses": ["unix:/s"], "address": "unix:/s"},
     ):
         with pytest.raises(ValueError, match=f"kv_connector_extra_config.*{next(iter(wrong))}"):
             parse_options(wrong)

@@ -20,7 +20,7 @@ LOADED, FAILED, TORN, MISSING, STORED = (
     ChunkOutcome.MISSING,
     ChunkOutcome.STORED,
 )
-LOAD = Load("r", b"job", 0, 96, (1, 2, 3, 4, 5, 6))
+LOAD = Load("r", (b"job",), 0, 96, (1, 2, 3, 4, 5, 6))
 SAVE = Save(7, 32, 64, (3, 4), hashes=(b"h" * 36,), first_chunk=1)
 
 
@@ -81,7 +81,7 @@ def test_a_call_that_cannot_be_sent_is_a_failed_load():
 
 def test_a_load_of_nothing_is_received_at_once():
     w, copier = worker()
-    w.load([Load("gone", b"", 0, 0, ())])
+    w.load([Load("gone", (), 0, 0, ())])
     assert (w.poll(), w.take_invalid(), copier.retrieves) == ({"gone"}, set(), [])
 
 
@@ -129,3 +129,10 @@ def test_a_worker_that_does_not_write_ends_saves_at_once():
     report = w.take_report()
     assert report is not None
     assert (report.ended, copier.stores) == ({7: 1}, [])
+
+
+def test_each_worker_loads_from_the_server_of_its_node():
+    copier = FakeCopier()
+    w = Worker(copier, BLOCK, writes=True, server=1)
+    w.load([replace(LOAD, job_ids=(b"first", b"second"))])
+    assert [job_id for job_id, _, _ in copier.retrieves] == [b"second"]

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy
+from vllm.config import KVEventsConfig
 
 from kvgrpc.client import ClearTarget, Client, ServerStatus
 from tests.served import Served, wait_until
@@ -23,7 +28,9 @@ class Bench:
     def __init__(self, model: str, served: Served, extra: dict[str, Any] | None = None, **changes: Any) -> None:
         self.served = served
         kv = connector(served.address, **(extra or {}))
-        self.engine = Engine(model, kv, **{"kv_cache_memory_bytes": KV_BYTES, **changes})
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        usual = {"kv_cache_memory_bytes": KV_BYTES, "kv_events_config": events}
+        self.engine = Engine(model, kv, **{**usual, **changes})
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     # ---- the engine -------------------------------------------------------------------------------------------------
@@ -71,6 +78,11 @@ class Bench:
     def scheduler(self) -> Any:
         return self.engine.connector._scheduler
 
+    def client(self) -> Any:
+        """The scheduler's, of its only server."""
+        (client,) = self.scheduler()._servers._servers
+        return client
+
     # ---- the server -------------------------------------------------------------------------------------------------
 
     def status(self) -> ServerStatus:
@@ -96,3 +108,12 @@ class Bench:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()._worker
+
+    def damage(self) -> None:
+        """Turns round every bit that the server has stored, in its own memory."""
+        descriptors = Path(f"/proc/{self.served.process.pid}/fd")
+        arena = next(each for each in descriptors.iterdir() if each.readlink().name.startswith("memfd:kvgrpc-arena"))
+        with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            stored = numpy.frombuffer(memory, numpy.uint8)
+            numpy.bitwise_xor(stored, 0xFF, out=stored)
+            del stored

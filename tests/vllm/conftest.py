@@ -33,6 +33,13 @@ os.environ.update(
 os.environ.pop("PYTHONHASHSEED", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Starting an engine of several processes takes minutes on a machine that others use, too."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: Any) -> str:
     from tests.vllm.models import make_llama

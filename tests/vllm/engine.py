@@ -12,19 +12,22 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 TOKENS = 32
 BLOCK = 32
 
 
-def connector(address: str, **extra: object) -> KVTransferConfig:
+def connector(address: str, *, by_name: bool = False, **extra: object) -> KVTransferConfig:
+    """``by_name``: vLLM knows the connector by its plugin."""
     return KVTransferConfig(
         kv_connector="KvgrpcConnector",
-        kv_connector_module_path="kvgrpc.engines.vllm.connector",
+        kv_connector_module_path=None if by_name else "kvgrpc.engines.vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"address": address, **extra},
@@ -79,14 +82,18 @@ class Engine:
             options["kv_transfer_config"] = kv
         self.llm = LLM(**{**options, **changes})
 
-    def say(self, *prompts: Sequence[int], salt: str = "", tokens: int = TOKENS, params: Any = None) -> list[Said]:
+    def say(
+        self, *prompts: Sequence[int], salt: str = "", tokens: int = TOKENS, params: Any = None, lora: str = ""
+    ) -> list[Said]:
+        """``lora``: folder of an adapter, whose last part is its name."""
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if salt:
             asked = [{**each, "cache_salt": salt} for each in asked]
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         start = time.monotonic()
-        outputs = self.llm.generate(asked, sampling, use_tqdm=False)
+        adapter = LoRARequest(Path(lora).name, 1 + sum(lora.encode()), lora) if lora else None
+        outputs = self.llm.generate(asked, sampling, use_tqdm=False, lora_request=adapter)
         seconds = time.monotonic() - start
         return [Said(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0, seconds) for output in outputs]
 
@@ -138,7 +145,8 @@ class Engine:
 def main() -> None:
     model, options = sys.argv[1], json.loads(sys.argv[2])
     address, extra, second = options.pop("address"), options.pop("extra", {}), options.pop("second", "")
-    kv = both(address, second) if second else connector(address, **extra)
+    by_name = options.pop("by_name", False)
+    kv = both(address, second) if second else connector(address, by_name=by_name, **extra)
     engine = Engine(model, kv, **options)
     answer({"ready": True})
     for line in sys.stdin:

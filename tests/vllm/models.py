@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 COMMON = {
@@ -47,4 +49,35 @@ def make_llama(folder: Path, positions: int = 4096) -> Path:
     common = COMMON | {"max_position_embeddings": positions}
     config = LlamaConfig(**common, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def make_lora(folder: Path, seed: int) -> Path:
+    """An adapter of make_llama's queries and values that changes what it says."""
+    torch.manual_seed(seed)
+    folder.mkdir()
+    facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**facts, "task_type": "CAUSAL_LM"}))
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(4):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, 256, dtype=torch.bfloat16) * 0.2
+            weights[f"{place}.lora_B.weight"] = torch.randn(out, 8, dtype=torch.bfloat16) * 0.2
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+def make_eagle(folder: Path) -> Path:
+    """A drafter of one layer, without a norm before it, for make_llama's model."""
+    torch.manual_seed(4321)
+    config = LlamaConfig(**COMMON, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    weights = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
+    del weights["layers.0.input_layernorm.weight"]
+    kept = {name: tensor.clone() for name, tensor in weights.items() if name.startswith("layers.")}
+    kept["fc.weight"] = torch.randn(256, 512, dtype=torch.bfloat16) * 0.1
+    save_file(kept, folder / "model.safetensors")
     return folder

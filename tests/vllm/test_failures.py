@@ -47,6 +47,12 @@ class World:
         assert said[0].seconds < 2 * self.cold_s + extra_s, "a fault cost too much"
         return [each.cached for each in said]
 
+    def wait_for_hits(self) -> None:
+        """Until the server has stored the batch and the engine finds it, without anybody touching the engine."""
+        end = time.monotonic() + 90
+        while min(self.check()) < ALL:
+            assert time.monotonic() < end, "the engine does not find the server again"
+
 
 @pytest.fixture(scope="module")
 def world(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
@@ -67,19 +73,13 @@ def running(world: World) -> World:
     """The world with a server that has stored the batch, and an engine that has found it."""
     if world.server.process is None or world.server.process.poll() is not None:
         world.server.start()
-    end = time.monotonic() + 30
-    while not sum(world.check()) >= REQUESTS * ALL:
-        assert time.monotonic() < end, "the engine does not find the server again"
+    world.wait_for_hits()
     return world
 
 
 def test_without_a_server_the_engine_starts_and_serves(world: World):
     assert world.server.process is None
     assert max(world.check()) <= LOCAL
-
-
-def test_hits_come_when_a_server_does(running: World):
-    assert min(running.check()) >= ALL
 
 
 def test_a_server_killed_under_traffic(running: World):
@@ -92,8 +92,7 @@ def test_a_server_killed_under_traffic(running: World):
 
 
 def test_a_server_killed_while_it_stores(running: World):
-    running.server.signal(signal.SIGKILL)
-    running.server.start()
+    running.server.replace()
     wait_until(lambda: running.server.status().clients == 2, 10)
     stores = running.server.count("stores")
     running.engine.ask(*BATCH, tokens=4)
@@ -104,12 +103,9 @@ def test_a_server_killed_while_it_stores(running: World):
 
 def test_a_server_restarted_under_traffic_is_found_again(running: World):
     running.engine.ask(*BATCH, tokens=4)
-    running.server.signal(signal.SIGKILL)
-    running.server.start()
+    running.server.replace()
     running.answered()
-    wait_until(lambda: running.server.status().clients == 2, 10)
-    running.check()
-    assert min(running.check()) >= ALL
+    running.wait_for_hits()
 
 
 def test_a_server_that_stands_still(running: World):
@@ -124,8 +120,7 @@ def test_a_server_that_stands_still(running: World):
         assert not resume.finished.is_set(), "the engine waited for the server"
     finally:
         resume.join()
-    running.check()
-    wait_until(lambda: min(running.check()) >= ALL, 60)
+    running.wait_for_hits()
 
 
 def test_a_server_that_stops_in_the_middle_of_copies(running: World):
@@ -137,4 +132,44 @@ def test_a_server_that_stops_in_the_middle_of_copies(running: World):
     resume.start()
     running.answered(extra_s=5 + EXTRA_S)
     resume.join()
-    wait_until(lambda: min(running.check()) >= ALL, 60)
+    running.wait_for_hits()
+
+
+def test_a_slow_server(running: World):
+    """It runs a tenth of the time."""
+    over = threading.Event()
+
+    def hinder() -> None:
+        while not over.is_set():
+            running.server.signal(signal.SIGSTOP)
+            over.wait(0.18)
+            running.server.signal(signal.SIGCONT)
+            over.wait(0.02)
+
+    hindering = threading.Thread(target=hinder)
+    hindering.start()
+    try:
+        running.check()
+    finally:
+        over.set()
+        hindering.join()
+
+
+def test_a_full_server(running: World):
+    """It has room for some of the batch."""
+    running.server.replace("--l1-size", "4MiB")
+    wait_until(lambda: running.server.status().clients == 2, 10)
+    for _ in range(3):
+        running.check()
+    status = running.server.status()
+    assert status.counters["evicted_chunks"] > 0
+    assert status.counters["loaded_chunks"] > 0
+    running.server.signal(signal.SIGKILL)
+
+
+def test_a_server_of_another_protocol_version(running: World):
+    running.server.replace(module="tests.vllm.other_protocol")
+    assert max(running.check()) <= LOCAL
+    wait_until(lambda: "PROTOCOL_VERSION" in running.engine.log.read_text(), 10)
+    running.server.replace()
+    running.wait_for_hits()

@@ -36,13 +36,13 @@ def test_half_of_the_prefix_is_shared(bench: Bench):
     assert (said.tokens, said.cached) == (cold[0], 256)
 
 
-def test_a_prompt_that_ends_with_a_chunk_loads_up_to_its_last_block(bench: Bench):
-    """vLLM has to compute one token, and its prefixes end at blocks."""
+def test_a_prompt_that_ends_with_a_chunk_is_loaded_as_a_whole(bench: Bench):
+    """vLLM computes its last token only."""
     (cold,) = bench.cold(ALIGNED)
     bench.say(ALIGNED)
     bench.forget()
     (said,) = bench.say(ALIGNED)
-    assert (said.tokens, said.cached) == (cold, 480)
+    assert (said.tokens, said.cached) == (cold, 512)
 
 
 @pytest.mark.parametrize("length", [63, 64, 65, 95, 96, 97, 127, 128, 129])
@@ -51,7 +51,7 @@ def test_lengths_around_blocks_and_chunks(bench: Bench, length: int):
     bench.say(prompt(23, length), tokens=8)
     bench.forget()
     (said,) = bench.say(prompt(23, length), tokens=8)
-    assert (said.tokens, said.cached) == (cold, min(length // 64 * 64, (length - 1) // 32 * 32))
+    assert (said.tokens, said.cached) == (cold, length // 64 * 64)
 
 
 def test_the_next_turn_finds_what_was_generated(bench: Bench):
@@ -73,7 +73,7 @@ def test_a_batch_with_local_and_external_hits(bench: Bench):
     bench.say(B[:256])  # a local prefix of B, and an external one
     said = bench.say(*batch)
     assert [each.tokens for each in said] == cold
-    assert [each.cached for each in said][2:4] == [480, 0]
+    assert [each.cached for each in said][2:4] == [512, 0]
     assert all(each.cached >= 256 for each in said[:2])
 
 
@@ -130,15 +130,30 @@ def test_loads_are_real(bench: Bench):
     assert said.tokens != cold
 
 
+def test_what_is_stored_is_what_is_said(bench: Bench):
+    """Damaged bytes in the server's memory change what the engine says."""
+    (cold,) = bench.cold(A)
+    bench.say(A)
+    bench.forget()
+    bench.damage()
+    (said,) = bench.say(A, params={"kvgrpc.no_store": True})
+    assert said.cached == 448
+    assert said.tokens != cold
+    bench.damage()
+    bench.forget()
+    (mended,) = bench.say(A)
+    assert (mended.tokens, mended.cached) == (cold, 448)
+
+
 def test_the_servers_counts_agree(bench: Bench):
     bench.cold(A)
-    before = bench.status().counters
+    before, failed = bench.status().counters, bench.scheduler().report.failed_tokens
     bench.say(A)
     bench.forget()
     bench.say(A)
     with Client(bench.served.address) as client:
         after = client.get_status().counters
-    grown = {name: after[name] - before[name] for name in ("stored_chunks", "loaded_chunks", "failed_chunks")}
+    names = ("stored_chunks", "loaded_chunks", "failed_chunks")  # those that are not 0
+    grown = {name: after.get(name, 0) - before.get(name, 0) for name in names}
     assert grown == {"stored_chunks": 8, "loaded_chunks": 7, "failed_chunks": 0}
-    report = bench.scheduler().report
-    assert report.failed_tokens == 0
+    assert bench.scheduler().report.failed_tokens == failed

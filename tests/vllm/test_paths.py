@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, TokenRange
+from tests.served import wait_until
 from tests.vllm.bench import Bench, prompt
 from tests.vllm.engine import SamplingParams
 
@@ -63,7 +64,7 @@ def test_a_lookup_that_takes_its_time_keeps_nobody_else_waiting(bench: Bench):
     (cold, other) = bench.cold(A, prompt(29, 100))
     bench.say(A)
     bench.forget()
-    client, polls = bench.scheduler()._client, []
+    client, polls = bench.client(), []
 
     def slowly(request_id: str, *asked: Any, **words: Any) -> Any:
         found = type(client).try_lookup(client, request_id, *asked, **words)
@@ -96,7 +97,7 @@ def test_an_abort_at_any_moment_leaves_nothing(bench: Bench, moment: str, monkey
     bench.say(A)
     bench.forget()
     engine, core = bench.engine.llm.llm_engine, bench.engine.core
-    client, worker = bench.scheduler()._client, bench.worker()
+    client, worker = bench.client(), bench.worker()
     if moment == "looking up":
         real = client.try_lookup
         monkeypatch.setattr(client, "try_lookup", lambda *a, **k: real(*a, **k) and None)
@@ -127,6 +128,27 @@ def test_an_abort_at_any_moment_leaves_nothing(bench: Bench, moment: str, monkey
     bench.forget()
     (said,) = bench.say(A)
     assert (said.tokens, said.cached) == (cold, 448)
+
+
+def test_what_is_no_longer_pinned_when_its_load_comes_is_computed(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    """As when a request has waited in the queue for longer than its lease, and all was evicted meanwhile."""
+    (cold,) = bench.cold(A)
+    bench.say(A)
+    bench.forget()
+    worker = bench.worker()
+    real, ended = worker.load, []
+
+    def load(loads: Any) -> None:
+        if loads:
+            bench.client().discard(loads[0].request_id)
+            wait_until(lambda: bench.status().pins == 0, 10)
+            ended.append(loads[0].request_id)
+        real(loads)
+
+    monkeypatch.setattr(worker, "load", load)
+    (said,) = bench.say(A)
+    assert said.tokens == cold
+    assert len(ended) == 1
 
 
 def test_a_reset_of_the_engines_cache_empties_the_server_too(bench: Bench):

@@ -70,7 +70,8 @@ def test_an_engine_that_was_killed_finds_its_prompts_again(llama: str, empty: Se
 
 def test_two_engines_share_while_both_run(llama: str, empty: Served, tmp_path: Path):
     with engine_process(llama, empty.address, tmp_path / "1") as one:
-        with engine_process(llama, empty.address, tmp_path / "2", extra={"lookup_async": False}) as two:
+        changes = {"extra": {"lookup_async": False}, "by_name": True}
+        with engine_process(llama, empty.address, tmp_path / "2", **changes) as two:
             words = check(one)
             said = two.say(A)
             assert (said[0].tokens, cached(said)) == (words[0], [448])
@@ -134,6 +135,41 @@ def test_two_tensor_parallel_ranks(llama: str, empty: Served, tmp_path: Path):
         check(engine)
 
 
+def test_adapters_keep_apart(llama: str, empty: Served, tmp_path: Path):
+    """Two adapters and the model without one: nobody gets what another has computed."""
+    from tests.vllm.models import make_lora
+
+    adapters = ["", *(str(make_lora(tmp_path / name, seed)) for name, seed in (("one", 1), ("two", 2)))]
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
+        cold = [engine.say(A, lora=lora, params=NO_CACHE)[0].tokens for lora in adapters]
+        assert len(set(cold)) == 3
+        first = [engine.say(A, lora=lora)[0] for lora in adapters]
+        again = [engine.say(A, lora=lora)[0] for lora in adapters]
+        assert [each.tokens for each in first] == [each.tokens for each in again] == cold
+        assert (cached(first), cached(again)) == ([0, 0, 0], [448, 448, 448])
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_speculative_decoding(llama: str, empty: Served, tmp_path: Path, method: str):
+    """Drafts are not stored, nor the last chunk while the drafter may still change it; what is said stays the same.
+    With a drafter the last block is computed anew, for what it begins with."""
+    from tests.vllm.models import make_eagle
+
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        speculative |= {"prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    else:
+        speculative |= {"model": str(make_eagle(tmp_path / "drafter"))}
+    options = {"speculative_config": speculative}
+    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
+        words = check(engine)
+        turn = [*A, *words[0], *prompt(5, 8)]
+        cold = engine.say(turn, params=NO_CACHE)[0].tokens
+        (said,) = engine.say(turn)
+        assert (said.tokens, said.cached) == (cold, {"ngram": 512, "eagle": 480}[method])
+
+
 def test_two_connectors(llama: str, empty: Served, tmp_path: Path):
     """One wins, the other gives its pins back."""
     with serving("--chunk-tokens", "32", "--l1-size", "64MiB") as second:
@@ -141,6 +177,6 @@ def test_two_connectors(llama: str, empty: Served, tmp_path: Path):
             check(engine)
             with Client(empty.address) as client:
                 client.clear(ClearTarget(all=True))
-            assert cached(engine.say(A)) == [480]
+            assert cached(engine.say(A)) == [480]  # the other's chunks are of one block
         with Client(second.address) as client:
             wait_until(lambda: (client.get_status().pins, client.get_status().calls_in_flight) == (0, 0), 10)

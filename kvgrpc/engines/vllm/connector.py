@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side: turns its hooks into calls of ``Scheduler`` and ``Worker``. The only module that imports vLLM (0.32).
+"""vLLM's side: turns its hooks into calls of ``Scheduler`` and ``Worker``. Only this module and ``metrics`` import vLLM
+(0.32).
 
 One object lives in the engine core (role SCHEDULER), one in each worker. Whatever the server does, no hook raises.
 """
@@ -10,17 +11,19 @@ One object lives in the engine core (role SCHEDULER), one in each worker. Whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
@@ -38,11 +41,14 @@ from kvgrpc.client import (
     default_address,
 )
 from kvgrpc.config.python import hash_seed
-from kvgrpc.engines.vllm.memory import NotShareableError, share
+from kvgrpc.engines.vllm.events import Announcer
+from kvgrpc.engines.vllm.memory import NotShareableError, preferred_layout, share
 from kvgrpc.engines.vllm.metadata import Report, Step
+from kvgrpc.engines.vllm.metrics import PromMetrics, Stats, as_vllm
 from kvgrpc.engines.vllm.options import parse_options
 from kvgrpc.engines.vllm.ports import Terms
 from kvgrpc.engines.vllm.scheduler import Scheduler
+from kvgrpc.engines.vllm.servers import Node, Servers, check_nodes, node_of, nodes_of
 from kvgrpc.engines.vllm.space import Facts, facts_of
 from kvgrpc.engines.vllm.worker import Worker
 
@@ -97,8 +103,6 @@ class PoolBlocks:
 class KvgrpcConnector(KVConnectorBase_V1):
     """Named in ``kv_connector``; docs/engines/vllm.md is the manual."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra: dict[str, Any] = self._kv_transfer_config.kv_connector_extra_config
@@ -107,9 +111,11 @@ class KvgrpcConnector(KVConnectorBase_V1):
         self._facts: Facts = facts_of(
             vllm_config, kv_cache_config, options.namespace, options.hashes, hash_seed(), vllm_version
         )
-        self._address = self._find_address()
+        self._addresses = self._find_addresses()
+        nodes = int(vllm_config.parallel_config.nnodes_within_dp)
+        check_nodes(self._facts.strategy, nodes, len(self._addresses))
         self._scheduler: Scheduler | None = None
-        self._scheduler_client: SchedulerClient | None = None
+        self._clients: tuple[SchedulerClient, ...] = ()
         self._worker = Worker(None, self._facts.form.block_size, writes=False)
         if role is KVConnectorRole.SCHEDULER:
             for note in self._facts.notes:
@@ -121,38 +127,41 @@ class KvgrpcConnector(KVConnectorBase_V1):
                 )
             self._start_scheduler()
 
-    def _find_address(self) -> str:
-        """ "" where there is none that may be trusted."""
+    def _find_addresses(self) -> tuple[str, ...]:
+        """One a node; none where there is none that may be trusted."""
+        options = self._options
         try:
-            return self._options.address or default_address()
+            return options.addresses or (options.address or default_address(),)
         except UntrustedSocketError as error:
             logger.warning("kvgrpc: %s; this engine runs without the cache", error)
-            return ""
+            return ()
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return preferred_layout(str(vllm_config.device_config.device_type))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- scheduler --------------------------------------------------------------------------------------------------
 
     def _start_scheduler(self) -> None:
         facts, options = self._facts, self._options
-        strategy = facts.strategy
-        bounds = LookupBounds(
-            answer_s=options.lookup_timeout_ms / 1000,
-            pending_s=options.prefetch_timeout_ms / 1000,
-            prefetch_wait_ms=options.prefetch_timeout_ms,
-        )
-        client = SchedulerClient(
-            self._address or "unix:/nonexistent",
-            facts.engine_id,
-            facts.identity,
-            SchedulerOptions(tp_size=strategy.tp_size, bounds=bounds),
-        )
         terms = Terms(
             block_size=facts.form.block_size,
             hash_block_size=facts.hash_block_size,
-            workers=strategy.world_size,
+            workers=facts.strategy.world_size,
             own_hashes=facts.own_hashes,
             lookup_async=options.lookup_async,
             lookup_block_s=options.lookup_block_ms / 1000,
@@ -160,17 +169,33 @@ class KvgrpcConnector(KVConnectorBase_V1):
             store_generated=options.store_generated,
             volatile=facts.volatile,
         )
-        self._scheduler_client = client
-        self._scheduler = Scheduler(client, terms, self._lora_of)
-        self._scheduler.unusable = not self._address
-        if self._address:
-            self._say_start(client.start(options.start_timeout_ms / 1000), client.problem)
+        nodes = nodes_of(facts.strategy, len(self._addresses)) if self._addresses else ()
+        self._clients = tuple(
+            self._scheduler_client(address, node) for address, node in zip(self._addresses, nodes, strict=True)
+        )
+        self._scheduler = Scheduler(Servers(self._clients), terms, self._lora_of)
+        events = self._vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._scheduler.announcer = Announcer(terms.block_size, terms.hash_block_size)
+        for address, client in zip(self._addresses, self._clients, strict=True):
+            wait_s = options.start_timeout_ms / 1000 / len(self._clients)
+            self._say_start(address, client.start(wait_s), client.problem)
 
-    def _say_start(self, started: bool, problem: Refusal | None) -> None:
+    def _scheduler_client(self, address: str, node: Node) -> SchedulerClient:
+        facts, options = self._facts, self._options
+        bounds = LookupBounds(
+            answer_s=options.lookup_timeout_ms / 1000,
+            pending_s=options.prefetch_timeout_ms / 1000,
+            prefetch_wait_ms=options.prefetch_timeout_ms,
+        )
+        choice = SchedulerOptions(facts.strategy.tp_size, node.kv_ranks, bounds=bounds)
+        return SchedulerClient(address, facts.engine_id, facts.identity, choice)
+
+    def _say_start(self, address: str, started: bool, problem: Refusal | None) -> None:
         if not started:
             logger.warning(
                 "kvgrpc: no session with %s yet (%s); the engine serves without the cache until there is one",
-                self._address,
+                address,
                 problem or "no answer",
             )
 
@@ -198,6 +223,15 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of_scheduler.allocated(request, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        below = min(num_external_tokens, self._of_scheduler.loaded_from_below(request.request_id))
+        sources = {CacheHitSource.HOST: num_external_tokens - below, CacheHitSource.DISK: below}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        announcer = self._of_scheduler.announcer
+        return list(as_vllm(announcer.take(), self._facts.form.block_size)) if announcer is not None else ()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         counts: dict[str, int] = scheduler_output.num_scheduled_tokens
@@ -228,14 +262,16 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool:
         """Nothing that was stored before is found again, by any engine of the same space."""
         self._of_scheduler.reset()
-        if not self._address:
-            return True
+        done = [self._reset(address) for address in self._addresses]
+        return all(done)
+
+    def _reset(self, address: str) -> bool:
         try:
-            with Client(self._address) as client:
+            with Client(address) as client:
                 base = client.handshake(Hello(identity=self._facts.identity), timeout_s=RESET_S).space_base
                 client.bump_generation(space_base=base)
         except Refusal as refusal:
-            logger.warning("kvgrpc: the cache could not be reset: %s", refusal)
+            logger.warning("kvgrpc: the cache at %s could not be reset: %s", address, refusal)
             return False
         return True
 
@@ -243,7 +279,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         facts, strategy = self._facts, self._facts.strategy
-        if not self._address:
+        if not self._addresses:
             return
         try:
             layout = share(kv_caches, facts.layers, facts.form)
@@ -259,11 +295,13 @@ class KvgrpcConnector(KVConnectorBase_V1):
             strategy.kv_tp_size,
             layout,
         )
-        client = WorkerClient(self._address, request)
+        node = node_of(strategy, len(self._addresses))
+        address = self._addresses[node.index]
+        client = WorkerClient(address, request)
         self._worker = Worker(
-            client, facts.form.block_size, strategy.is_kv_writer, self._options.copy_timeout_ms / 1000
+            client, facts.form.block_size, node.writes, self._options.copy_timeout_ms / 1000, node.index
         )
-        self._say_start(client.start(self._options.start_timeout_ms / 1000), client.problem)
+        self._say_start(address, client.start(self._options.start_timeout_ms / 1000), client.problem)
 
     @property
     def _step(self) -> Step:
@@ -294,6 +332,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid()
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        data = self._worker.take_stats()
+        return Stats(data) if data else None
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker.take_report()
         return WorkerReport(report) if report is not None else None
@@ -301,8 +343,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if self._scheduler_client is not None:
-            self._scheduler_client.close()
-        else:
-            self._worker.send()
-            self._worker.close(CLOSE_S)
+        for client in self._clients:
+            client.close()
+        self._worker.send()
+        self._worker.close(CLOSE_S)

@@ -36,6 +36,12 @@ class Form:
     layout: str
 
 
+def preferred_layout(device: str) -> str | None:
+    """vLLM's name of the layout that copies best: a block's layers side by side, so that a block is one run instead of
+    one a layer. CPU backends have one layout only; vLLM drops a preference that a backend cannot have."""
+    return "BLHNC" if device == "cuda" else None
+
+
 def share(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], form: Form) -> Layout:
     """Moves the layers' tensors into shared memory. Raises NotShareableError; then they stay where they are, but for
     those that were moved before."""

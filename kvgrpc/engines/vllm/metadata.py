@@ -12,10 +12,11 @@ from kvgrpc.core.types import DEFAULT_POLICY, Policy
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load tokens ``start`` to ``end`` of a looked-up prefix into ``blocks``, of which the first holds ``start``.
-    Without blocks nothing is loaded, but the worker reports the request as received, since vLLM waits for that."""
+    Without blocks nothing is loaded, but the worker reports the request as received, since vLLM waits for that.
+    ``job_ids``: the name that each server gave the lookup."""
 
     request_id: str
-    job_id: bytes
+    job_ids: tuple[bytes, ...]
     start: int
     end: int
     blocks: tuple[int, ...]
@@ -53,9 +54,11 @@ class Step:
 
 @dataclass(slots=True)
 class Report:
-    """What workers finished. ``ended`` counts, for each save, the workers that have let go of its blocks."""
+    """What workers finished. ``ended`` counts, for each save, the workers that have let go of its blocks; ``findable``
+    is the token up to which its chunks can now be found, the least of those that have a say."""
 
     ended: dict[int, int] = field(default_factory=dict[int, int])
+    findable: dict[int, int] = field(default_factory=dict[int, int])
     saved_tokens: int = 0
     loaded_tokens: int = 0
     failed_tokens: int = 0
@@ -69,6 +72,8 @@ class Report:
     def add(self, other: Report) -> None:
         for save_id, count in other.ended.items():
             self.ended[save_id] = self.ended.get(save_id, 0) + count
+        for save_id, end in other.findable.items():
+            self.findable[save_id] = min(end, self.findable.get(save_id, end))
         self.saved_tokens += other.saved_tokens
         self.loaded_tokens += other.loaded_tokens
         self.failed_tokens += other.failed_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import cast
 
 from kvgrpc.core.types import DEFAULT_POLICY, MS, Policy, Priority
 
@@ -19,6 +20,7 @@ class Options:
     """docs/engines/vllm.md explains each."""
 
     address: str = ""
+    addresses: tuple[str, ...] = ()
     namespace: str = ""
     hashes: str = "auto"
     lookup_async: bool = True
@@ -43,6 +45,10 @@ def parse_options(given: Mapping[str, object]) -> Options:
         kind = type(usually)
         if isinstance(usually, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
+        if isinstance(usually, tuple) and isinstance(value, list):
+            value = tuple(cast("list[object]", value))
+            if not all(isinstance(each, str) for each in value):
+                raise ValueError(f"kv_connector_extra_config: {name} must be a list of strings, not {value!r}")
         if type(value) is not kind:
             raise ValueError(f"kv_connector_extra_config: {name} must be a {kind.__name__}, not {value!r}")
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -51,6 +57,8 @@ def parse_options(given: Mapping[str, object]) -> Options:
     options = Options(**values)  # pyright: ignore[reportArgumentType] - each value has the type of its default
     if options.hashes not in HASHES:
         raise ValueError(f"kv_connector_extra_config: hashes must be one of {', '.join(HASHES)}")
+    if options.address and options.addresses:
+        raise ValueError("kv_connector_extra_config: addresses are for engines that span nodes; give them or address")
     if not 0 < options.store_share <= 1:
         raise ValueError("kv_connector_extra_config: store_share must be above 0 and at most 1")
     return options

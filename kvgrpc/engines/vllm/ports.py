@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's half needs of vLLM and of the client, so that it can be tested without either."""
+"""What the scheduler's half needs of vLLM, so that it can be tested without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from kvgrpc.api import Content
-from kvgrpc.client.lookups import LookupResult
-from kvgrpc.core.types import Policy
 
 
 class Request(Protocol):
@@ -29,38 +25,6 @@ class Request(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def kv_transfer_params(self) -> dict[str, object] | None: ...
-
-
-class Lookups(Protocol):
-    """What is used of a SchedulerClient."""
-
-    @property
-    def chunk_tokens(self) -> int: ...
-    @property
-    def attached(self) -> bool: ...
-    def try_lookup(
-        self,
-        request_id: str,
-        content: Callable[[], Content],
-        *,
-        attempt: int = 0,
-        lora: str = "",
-        cache_salt: str = "",
-        policy: Policy = ...,
-    ) -> LookupResult | None: ...
-    def lookup(
-        self,
-        request_id: str,
-        content: Callable[[], Content],
-        *,
-        timeout_s: float = 0.2,
-        attempt: int = 0,
-        lora: str = "",
-        cache_salt: str = "",
-        policy: Policy = ...,
-    ) -> LookupResult: ...
-    def discard(self, request_id: str) -> None: ...
-    def free(self, request_id: str) -> None: ...
 
 
 class Blocks(Protocol):

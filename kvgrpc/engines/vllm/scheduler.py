@@ -18,13 +18,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvgrpc.api import Content, Hashes, Tokens
-from kvgrpc.client.lookups import LookupResult
+from kvgrpc.engines.vllm.events import Announcer
 from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
 from kvgrpc.engines.vllm.options import Wish, parse_wish
-from kvgrpc.engines.vllm.ports import Blocks, Lookups, Request, Terms
+from kvgrpc.engines.vllm.ports import Blocks, Request, Terms
+from kvgrpc.engines.vllm.servers import Asked, Found, Servers
 
 log = logging.getLogger("vllm.kvgrpc")
 
@@ -40,7 +41,7 @@ class Tracked:
     attempt: int = 0
     spent: bool = False
     """The round has ended: the next question begins another one."""
-    result: LookupResult | None = None
+    result: Found | None = None
     offer: tuple[int, int] = (0, 0)
     """(first token, tokens) of the last answer."""
     load: Load | None = None
@@ -55,10 +56,14 @@ class Tracked:
 
 @dataclass(slots=True)
 class Held:
-    """Blocks of a save, and how many workers still have to let go of them."""
+    """Blocks of a save, and how many workers still have to let go of them. ``findable``: up to which token the save can
+    be found once they have, as far as known."""
 
     blocks: tuple[int, ...]
     workers: int
+    request: Request
+    start: int
+    findable: int
 
 
 class Scheduler:
@@ -66,13 +71,15 @@ class Scheduler:
     must not be cached by them."""
 
     def __init__(
-        self, client: Lookups, terms: Terms, lora_of: Callable[[Request], str | None], blocks: Blocks | None = None
+        self, servers: Servers, terms: Terms, lora_of: Callable[[Request], str | None], blocks: Blocks | None = None
     ) -> None:
         self.blocks = blocks
         self.unusable = False
         self.report = Report()
         """Sums of what the workers reported."""
-        self._client = client
+        self.announcer: Announcer | None = None
+        """Set where routers want to know what can be found."""
+        self._servers = servers
         self._terms = terms
         self._lora_of = lora_of
         self._requests: dict[str, Tracked] = {}
@@ -122,9 +129,9 @@ class Scheduler:
                 return None, False
         elif tracked.result is None:
             tracked.result = self._wait(tracked)
-        # vLLM must compute one token at least, and its prefix ends at a block
+        # vLLM's prefix ends at a block; of a prompt that is loaded as a whole it computes the last token
         block = self._terms.block_size
-        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - 1 - self._unsure)
+        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - self._unsure)
         tokens = most // block * block - computed
         if tokens <= 0:
             return 0, False
@@ -140,22 +147,29 @@ class Scheduler:
         tracked.spent = True
         if result is not None and result.hit_tokens:
             self._count_stored(tracked, result.hit_tokens)
+        if result is not None and result.complete and self.announcer is not None:
+            self.announcer.looked_up(request, result.hit_tokens)
         if not external:
-            if result is not None and result.job_id:
-                self._client.free(request.request_id)
+            if result is not None and result.pinned:
+                self._servers.free(request.request_id)
             tracked.result = None
             return
         start = tracked.offer[0]
         end = start + external
         first, last = start // self._terms.block_size, end // self._terms.block_size
         blocks = tuple(self._blocks().of(request.request_id)[first:last])
-        job_id = result.job_id if result is not None else b""
-        tracked.load = self._loads[request.request_id] = Load(request.request_id, job_id, start, end, blocks)
+        job_ids = result.job_ids if result is not None else ()
+        tracked.load = self._loads[request.request_id] = Load(request.request_id, job_ids, start, end, blocks)
+
+    def loaded_from_below(self, request_id: str) -> int:
+        """How many of the tokens that the request loads come from tiers below the server's memory: its last ones."""
+        tracked = self._requests.get(request_id)
+        return tracked.result.below if tracked is not None and tracked.result is not None else 0
 
     @property
     def _unsure(self) -> int:
-        """Tokens before the last whose KV is computed anew after a hit: the drafter needs what comes before them."""
-        return self._terms.block_size if self._terms.volatile else 0
+        """Last tokens whose KV is computed anew after a hit: the drafter needs what comes before them."""
+        return self._terms.block_size + 1 if self._terms.volatile else 0
 
     def _track(self, request: Request) -> Tracked:
         wish, bad = parse_wish(request.kv_transfer_params)
@@ -170,36 +184,33 @@ class Scheduler:
         never = self.unusable or tracked.load_failed or not tracked.cacheable
         return not never and not tracked.wish.policy.no_lookup and tracked.wish.load_most >= self._terms.block_size
 
-    def _try(self, tracked: Tracked) -> LookupResult | None:
-        request, chunk = tracked.request, self._client.chunk_tokens
-        if not self._fits(chunk):
-            return LookupResult()
-        return self._client.try_lookup(
-            request.request_id,
-            lambda: self._prefix(request, chunk),
-            attempt=tracked.attempt,
-            lora=tracked.lora,
-            cache_salt=self._salt(request),
-            policy=tracked.wish.policy,
-        )
+    def _try(self, tracked: Tracked) -> Found | None:
+        chunk = self._servers.chunk_tokens
+        return self._servers.try_lookup(self._asked(tracked, chunk)) if self._fits(chunk) else Found()
 
-    def _wait(self, tracked: Tracked) -> LookupResult:
-        request, chunk = tracked.request, self._client.chunk_tokens
-        if not self._fits(chunk):
-            return LookupResult()
-        return self._client.lookup(
+    def _wait(self, tracked: Tracked) -> Found:
+        chunk = self._servers.chunk_tokens
+        wait_s = self._terms.lookup_block_s
+        return self._servers.lookup(self._asked(tracked, chunk), wait_s) if self._fits(chunk) else Found()
+
+    def _asked(self, tracked: Tracked, chunk: int) -> Asked:
+        request = tracked.request
+        return Asked(
             request.request_id,
             lambda: self._prefix(request, chunk),
-            timeout_s=self._terms.lookup_block_s,
-            attempt=tracked.attempt,
-            lora=tracked.lora,
-            cache_salt=self._salt(request),
-            policy=tracked.wish.policy,
+            tracked.attempt,
+            tracked.lora,
+            self._salt(request),
+            tracked.wish.policy,
         )
 
     # ---- content ----------------------------------------------------------------------------------------------------
 
     def _fits(self, chunk: int) -> bool:
+        if len(self._servers.chunk_sizes) > 1:
+            sizes = ", ".join(map(str, sorted(self._servers.chunk_sizes)))
+            self._tell(f"the servers have chunks of {sizes} tokens: nothing is cached until all have the same")
+            return False
         if chunk and chunk % self._terms.block_size:
             self._tell(
                 f"a block has {self._terms.block_size} tokens, the server's chunk {chunk}: nothing is cached; "
@@ -239,9 +250,9 @@ class Scheduler:
         return step
 
     def _save(self, tracked: Tracked, computed: int, step: Step) -> None:
-        if self.unusable or tracked.wish.policy.no_store or not tracked.cacheable or not self._client.attached:
+        if self.unusable or tracked.wish.policy.no_store or not tracked.cacheable or not self._servers.attached:
             return
-        chunk = self._client.chunk_tokens
+        chunk = self._servers.chunk_tokens
         if not self._fits(chunk):
             return
         self._count_stored(tracked, 0)
@@ -270,7 +281,7 @@ class Scheduler:
             policy=tracked.wish.policy,
         )
         self._blocks().hold(blocks)
-        self._held[save_id] = Held(blocks, self._terms.workers)
+        self._held[save_id] = Held(blocks, self._terms.workers, tracked.request, save.start, save.end)
         self._held_blocks += len(blocks)
         tracked.stored = end
         step.saves.append(save)
@@ -289,7 +300,7 @@ class Scheduler:
         return final
 
     def _count_stored(self, tracked: Tracked, hit_tokens: int) -> None:
-        chunk = self._client.chunk_tokens
+        chunk = self._servers.chunk_tokens
         if chunk != tracked.chunk_tokens:
             tracked.chunk_tokens, tracked.stored = chunk, 0
         if chunk:
@@ -308,36 +319,41 @@ class Scheduler:
                 tracked.load_failed = True
                 tracked.stored = 0
                 tracked.result = None
-                self._client.free(request_id)
+                self._servers.free(request_id)
             tracked.load = None
         if report is None:
             return
         for save_id, count in report.ended.items():
             held = self._held[save_id]
             held.workers -= count
+            held.findable = min(held.findable, report.findable.get(save_id, held.findable))
             if held.workers <= 0:
                 del self._held[save_id]
                 self._held_blocks -= len(held.blocks)
                 self._blocks().release(held.blocks)
+                if self.announcer is not None:
+                    self.announcer.stored(held.request, held.start, held.findable)
         if report.unusable and not self.unusable:
             self.unusable = True
             self._tell("a worker cannot share its KV memory: this engine runs without the cache")
-        self.report.add(report)
+        self.report.add(replace(report, ended={}, findable={}))
 
     def finished(self, request_id: str) -> None:
         """Finished or aborted, in whatever state."""
         if self._requests.pop(request_id, None) is not None:
-            self._client.discard(request_id)
+            self._servers.discard(request_id)
         if request_id in self._loads:
-            self._loads[request_id] = Load(request_id, b"", 0, 0, ())
+            self._loads[request_id] = Load(request_id, (), 0, 0, ())
 
     def reset(self) -> None:
         """What was computed so far is no longer to be found or stored."""
         self._resets += 1
+        if self.announcer is not None:
+            self.announcer.reset()
         for request_id, tracked in self._requests.items():
             tracked.cacheable = False
             if tracked.load is None:
-                self._client.discard(request_id)
+                self._servers.discard(request_id)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

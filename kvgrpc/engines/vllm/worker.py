@@ -8,13 +8,17 @@ the step after the one that computed their blocks, so that they delay neither it
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from kvgrpc.api import Content, Hashes, RegisterAnswer, Tokens
 from kvgrpc.client.copies import CopyFuture, Results
 from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, Policy, TokenRange
 from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
+from kvgrpc.engines.vllm.stats import Data, Tally
 
 log = logging.getLogger("vllm.kvgrpc")
 
@@ -41,22 +45,44 @@ class Copier(Protocol):
     def close(self, timeout_s: float = 30.0) -> bool: ...
 
 
+FINDABLE = (ChunkOutcome.STORED, ChunkOutcome.RESIDENT)
+Order = TypeVar("Order")
+
+
+@dataclass(slots=True)
+class Running(Generic[Order]):
+    """A copy that was asked for, and of which server."""
+
+    order: Order
+    future: CopyFuture
+    registration: RegisterAnswer | None
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began_s
+
+
 class Worker:
     """``client`` is None where the memory cannot be shared: then loads fail and saves end at once.
-    ``writes``: whether this worker stores; of several with the same bytes one does."""
+    ``writes``: whether this worker stores; of several with the same bytes one does. ``server``: index of its own."""
 
-    def __init__(self, client: Copier | None, block_size: int, writes: bool, copy_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, client: Copier | None, block_size: int, writes: bool, copy_timeout_s: float = 30.0, server: int = 0
+    ) -> None:
         self._client = client
         self._block_size = block_size
         self._writes = writes
         self._timeout_s = copy_timeout_s
+        self._server = server
         self._unsent: list[Save] = []
         self._resets = 0
-        self._loads: dict[str, tuple[Load, CopyFuture, RegisterAnswer | None]] = {}
-        self._saves: dict[int, tuple[Save, CopyFuture]] = {}
+        self._loads: dict[str, Running[Load]] = {}
+        self._saves: dict[int, Running[Save]] = {}
         self._received: set[str] = set()
         self._invalid: set[int] = set()
         self._report = Report(unusable=client is None)
+        self._tally = Tally()
 
     @property
     def busy(self) -> bool:
@@ -75,14 +101,15 @@ class Worker:
     def load(self, loads: Iterable[Load]) -> None:
         """Starts loading."""
         for load in loads:
-            if not load.blocks or not load.job_id or self._client is None:
+            job_id = load.job_ids[self._server] if self._server < len(load.job_ids) else b""
+            if not load.blocks or not job_id or self._client is None:
                 self._invalid.update(load.blocks)
                 self._received.add(load.request_id)
                 continue
             range_ = TokenRange(load.start, load.end)
             registration = self._client.registration
-            future = self._client.retrieve(load.job_id, range_, [load.blocks], timeout_s=self._timeout_s)
-            self._loads[load.request_id] = (load, future, registration)
+            future = self._client.retrieve(job_id, range_, [load.blocks], timeout_s=self._timeout_s)
+            self._loads[load.request_id] = Running(load, future, registration)
 
     def save(self, saves: Iterable[Save]) -> None:
         """The blocks of these are written now; they are sent at the next ``begin`` or ``send``."""
@@ -92,16 +119,14 @@ class Worker:
         """Requests that are over: what still loads for them is asked to stop."""
         for request_id in request_ids:
             if request_id in self._loads:
-                self._loads[request_id][1].cancel()
+                self._loads[request_id].future.cancel()
 
     def poll(self) -> set[str]:
         """Requests whose load has ended since the last call, well or badly."""
-        for request_id in [request_id for request_id, (_, future, _) in self._loads.items() if future.done()]:
-            load, future, registration = self._loads.pop(request_id)
-            self._loaded(load, _results(future), registration)
-        for save_id in [save_id for save_id, (_, future) in self._saves.items() if future.done()]:
-            _, future = self._saves.pop(save_id)
-            self._saved(save_id, _results(future))
+        for request_id in [request_id for request_id, load in self._loads.items() if load.future.done()]:
+            self._loaded(self._loads.pop(request_id))
+        for save_id in [save_id for save_id, save in self._saves.items() if save.future.done()]:
+            self._saved(self._saves.pop(save_id))
         received, self._received = self._received, set()
         return received
 
@@ -115,13 +140,17 @@ class Worker:
         report, self._report = self._report, Report()
         return report or None
 
+    def take_stats(self) -> Data:
+        """What was counted since the last call."""
+        return self._tally.take()
+
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
         unsent, self._unsent = self._unsent, []
         for save in unsent:
             if self._client is None or not self._writes:
-                self._end(save.save_id)
+                self._end(save, save.start if self._client is None else None)
                 continue
             content: Content = Tokens(save.tokens) if save.tokens else Hashes(save.hashes, save.end, save.first_chunk)
             future = self._client.store(
@@ -133,11 +162,11 @@ class Worker:
                 policy=save.policy,
                 timeout_s=self._timeout_s,
             )
-            self._saves[save.save_id] = (save, future)
+            self._saves[save.save_id] = Running(save, future, self._client.registration)
 
     def _drop_unsent(self) -> None:
         for save in self._unsent:
-            self._end(save.save_id)
+            self._end(save, save.start)
         self._unsent = []
 
     def close(self, timeout_s: float) -> bool:
@@ -146,12 +175,13 @@ class Worker:
 
     # ---- what came of it --------------------------------------------------------------------------------------------
 
-    def _loaded(self, load: Load, results: Results, registration: RegisterAnswer | None) -> None:
+    def _loaded(self, running: Running[Load]) -> None:
         """Whatever is not known to be loaded has failed, and everything behind it."""
+        load, registration = running.order, running.registration
         end = load.start
         now = self._client.registration if self._client is not None else None
         if registration is not None and now == registration:  # else the server was another one, and its chunks as well
-            for result in results:
+            for result in _results(running.future):
                 first = result.first_chunk * registration.chunk_tokens
                 if result.outcome is not ChunkOutcome.LOADED or first > end:
                     break
@@ -159,17 +189,33 @@ class Worker:
         good = (min(end, load.end) - load.start) // self._block_size
         self._invalid.update(load.blocks[good:])
         self._received.add(load.request_id)
-        self._report.loaded_tokens += good * self._block_size
-        self._report.failed_tokens += (len(load.blocks) - good) * self._block_size
+        loaded, failed = good * self._block_size, (len(load.blocks) - good) * self._block_size
+        self._report.loaded_tokens += loaded
+        self._report.failed_tokens += failed
+        self._tally.count("loaded_tokens", loaded)
+        self._tally.count("load_failed_tokens", failed)
+        self._tally.time("load_seconds", running.seconds)
 
-    def _saved(self, save_id: int, results: Results) -> None:
-        self._end(save_id)
-        if self._client is not None and (registration := self._client.registration) is not None:
-            stored = sum(result.count for result in results if result.outcome is ChunkOutcome.STORED)
-            self._report.saved_tokens += stored * registration.chunk_tokens
+    def _saved(self, running: Running[Save]) -> None:
+        save, registration = running.order, running.registration
+        end = save.start
+        tokens: Counter[ChunkOutcome] = Counter()
+        if registration is not None:
+            for result in _results(running.future):
+                tokens[result.outcome] += result.count * registration.chunk_tokens
+                first = result.first_chunk * registration.chunk_tokens
+                if result.outcome in FINDABLE and first == end:
+                    end += result.count * registration.chunk_tokens
+        self._end(save, end)
+        self._report.saved_tokens += tokens[ChunkOutcome.STORED]
+        self._tally.count("stored_tokens", tokens[ChunkOutcome.STORED])
+        found = sum(tokens[outcome] for outcome in (*FINDABLE, ChunkOutcome.BEING_WRITTEN))
+        self._tally.count("store_failed_tokens", save.end - save.start - found)
+        self._tally.time("store_seconds", running.seconds)
 
-    def _end(self, save_id: int) -> None:
-        self._report.ended[save_id] = self._report.ended.get(save_id, 0) + 1
+    def _end(self, save: Save, end: int | None = None) -> None:
+        """``end``: up to where its chunks can be found from now on; None: this worker has no say in that."""
+        self._report.add(Report({save.save_id: 1}, {} if end is None else {save.save_id: end}))
 
 
 def _results(future: CopyFuture) -> Results:
