@@ -33,6 +33,7 @@ from kvgrpc.core.types import (
     SpaceRef,
     SpaceStatus,
     TokenRange,
+    Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
 
@@ -308,12 +309,15 @@ class ClearTarget:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One lower tier."""
+    """One lower tier. ``writes_queued`` are objects that wait for their turn; ``counters`` are its own."""
 
     name: str
     healthy: bool
     used_bytes: int
     reads_in_flight: int
+    writes_in_flight: int = 0
+    writes_queued: int = 0
+    counters: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +365,8 @@ class AdminApi(Protocol):
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared: ...
 
     async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held: ...
+
+    async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
 

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
 from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.types import PrefetchStatus
+from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
@@ -29,6 +30,10 @@ from kvgrpc.service.tls import TlsFiles
 from kvgrpc.telemetry.hands import CountedTier
 from kvgrpc.telemetry.running import Telemetry, TelemetryOptions
 from kvgrpc.telemetry.series import Sources
+from kvgrpc.tiers.base import Tier
+from kvgrpc.tiers.disk import DiskTier
+from kvgrpc.tiers.guarded import Guarded, GuardSettings
+from kvgrpc.tiers.version_file import begin, new_step, save
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.base import Mover
 from kvgrpc.transfer.cards import Cards, nvidia_devices
@@ -90,6 +95,18 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
+def make_tiers(settings: Settings) -> tuple[dict[str, Tier], Path | None]:
+    """The lower tiers, in the order to ask them, and the file of versions if any of them outlives the server."""
+    tiers: dict[str, Tier] = {}
+    path: Path | None = None
+    if settings.disk_path is not None and settings.disk_size is not None:
+        disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
+        disk.start()
+        tiers[disk.name] = Guarded(disk, GuardSettings(deadline_s=settings.tier_deadline_ms / 1000))
+        path = settings.disk_path / "versions.json"
+    return tiers, path
+
+
 class Shown:
     """Telemetry around hands that no driver has yet. ``telemetry`` is None when none is wanted."""
 
@@ -131,6 +148,15 @@ def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
         book.set_quota(cache_salt, size_bytes)
 
 
+def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], versions_path: Path | None) -> Bookkeeper:
+    versions, step = (NO_VERSIONS, 1) if versions_path is None else (begin(versions_path), new_step())
+    book = Bookkeeper(settings.core_limits(), arena_bytes, tiers, versions, step)
+    for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
+        book.set_write_policy(model, policy)
+    set_quotas(book, dict(settings.quota))
+    return book
+
+
 def raise_file_limit() -> None:
     """As many descriptors as the system lets this process have: each connection and each shared object takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -163,15 +189,18 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
-    book = Bookkeeper(limits, arena.ready_bytes)
-    set_quotas(book, dict(settings.quota))
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
+    tiers, versions_path = make_tiers(settings)
+    book = make_book(settings, arena.ready_bytes, tuple(tiers), versions_path)
     hands = Hands(
         mover=make_mover(settings, arena, cards),
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
+        tiers=tiers,
+        save_versions=None if versions_path is None else partial(save, versions_path),
+        flush_s=settings.flush_ms / 1000,
     )
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)

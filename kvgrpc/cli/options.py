@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeVar, get_args
 
 import click
@@ -14,7 +15,7 @@ from kvgrpc.config.values import format_size
 
 C = TypeVar("C", bound=Callable[..., Any])
 
-_REPEATED = {"listen", "allow_uid", "quota"}
+_REPEATED = {"listen", "allow_uid", "quota", "write_policy_of"}
 
 
 def settings_options(command: C) -> C:
@@ -42,10 +43,12 @@ def _metavar(name: str) -> str:
     words |= {"arena_path": "PATH", "socket_group": "GROUP", "metrics_listen": "[HOST:]PORT", "otlp_endpoint": "URL"}
     words |= {"tls_cert": "FILE", "tls_key": "FILE", "tls_client_ca": "FILE", "access": "FILE"}
     words |= {"health_listen": "[HOST:]PORT"}
+    words |= {"disk_path": "PATH"}
+    words |= {"write_policy": "POLICY", "write_policy_of": "MODEL=POLICY"}
     if name in words:
         return words[name]
     last = name.rsplit("_", 1)[-1]
-    return {"ms": "MS", "size": "SIZE", "share": "SHARE"}.get(last, "VALUE")
+    return {"ms": "MS", "size": "SIZE", "share": "SHARE", "us": "US"}.get(last, "VALUE")
 
 
 def _default(name: str, default: object) -> str:
@@ -53,6 +56,8 @@ def _default(name: str, default: object) -> str:
         return f"; default: {default:04o}"
     if name.endswith("_size") and isinstance(default, int):
         return f"; default: {format_size(default)}"
+    if isinstance(default, Enum):
+        return f"; default: {default.value}"
     if isinstance(default, int | float | str) and not isinstance(default, bool) and default != "":
         return f"; default: {default}"
     return ""

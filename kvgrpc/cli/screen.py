@@ -95,10 +95,12 @@ def _bar(part: int, whole: int) -> ProgressBar:
 
 
 def _tiers(server: ServerStatus) -> RenderableType:
-    table = _table("tier", "state", "used", "reads in flight")
+    table = _table("tier", "state", "used", "of", "reads", "writes", "waiting")
     for tier in server.tiers:
         state = "[green]healthy[/]" if tier.healthy else "[red]failing[/]"
-        table.add_row(tier.name, state, format_size(tier.used_bytes), str(tier.reads_in_flight))
+        limit = format_size(tier.counters["limit_bytes"]) if tier.counters.get("limit_bytes") else "-"
+        flights = (tier.reads_in_flight, tier.writes_in_flight, tier.writes_queued)
+        table.add_row(tier.name, state, format_size(tier.used_bytes), limit, *map(str, flights))
     return table
 
 

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
         TierStatus,
         Tokens,
     )
+    from kvgrpc.breaker import BreakerSettings
     from kvgrpc.client.address import Address, parse_address
     from kvgrpc.client.aio import AioClient
-    from kvgrpc.client.breaker import BreakerSettings
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
     from kvgrpc.client.credentials import Credentials, default_credentials
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         SpaceRef,
         SpaceStatus,
         TokenRange,
+        Warmed,
     )
     from kvgrpc.transfer.layout import stored_form
 
@@ -89,7 +90,7 @@ _NAMES = {
     ),
     "kvgrpc.client.address": "Address parse_address",
     "kvgrpc.client.aio": "AioClient",
-    "kvgrpc.client.breaker": "BreakerSettings",
+    "kvgrpc.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
     "kvgrpc.client.credentials": "Credentials default_credentials",
@@ -105,7 +106,7 @@ _NAMES = {
     "kvgrpc.core.errors": "Reason Refusal",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
-        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange"
+        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
     "kvgrpc.transfer.layout": "stored_form",
 }
@@ -174,6 +175,7 @@ __all__ = [
     "TokenRange",
     "Tokens",
     "UntrustedSocketError",
+    "Warmed",
     "WorkerClient",
     "WorkerOptions",
     "default_address",

@@ -32,6 +32,7 @@ from kvgrpc.core.types import (
     Role,
     SpaceRef,
     TokenRange,
+    Warmed,
 )
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
@@ -230,6 +231,10 @@ class AioClient:
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
         stub = self._stubs().admin.Pin
         return await self._call(stub, admin.encode_pin_request(space, content, ttl_ms), admin.decode_pin_response)
+
+    async def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
+        stub, message = self._stubs().admin.Warm, admin.encode_warm_request(space, content, wait_ms)
+        return await self._call(stub, message, admin.decode_warm_response, self.options.call_s + wait_ms / 1000)
 
     async def unpin(self, pin_id: bytes) -> int:
         stub = self._stubs().admin.Unpin

@@ -19,8 +19,8 @@ from typing import Any
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from kvgrpc import api
+from kvgrpc.breaker import Permit
 from kvgrpc.client.aio import AioClient
-from kvgrpc.client.breaker import Permit
 from kvgrpc.client.session import Session
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Policy, PrefetchStatus, Reader, SpaceRef, TokenRange

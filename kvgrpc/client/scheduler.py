@@ -14,8 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
 from kvgrpc import api
+from kvgrpc.breaker import Breaker, BreakerSettings, Permit
 from kvgrpc.client.aio import AioClient, check_content, new_client_id
-from kvgrpc.client.breaker import Breaker, BreakerSettings, Permit
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.lookups import LookupBounds, LookupResult, Lookups, Query, Terms
 from kvgrpc.client.loop import LoopThread

@@ -9,7 +9,7 @@ from kvgrpc import api
 from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.loop import LoopThread
-from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef
+from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef, Warmed
 
 
 class Client:
@@ -112,6 +112,9 @@ class Client:
 
     def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
         return self._loop.run(self._aio.pin(space, content, ttl_ms))
+
+    def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
+        return self._loop.run(self._aio.warm(space, content, wait_ms))
 
     def unpin(self, pin_id: bytes) -> int:
         return self._loop.run(self._aio.unpin(pin_id))

@@ -23,12 +23,13 @@ from kvgrpc.config.values import (
     parse_collector,
     parse_mode,
     parse_own_address,
+    parse_policies,
     parse_quotas,
     parse_size,
     split_address,
     split_list,
 )
-from kvgrpc.core.types import MIB, MS, CoreLimits
+from kvgrpc.core.types import MIB, MS, CoreLimits, WritePolicy
 
 MESSAGE_MIN = 64 << 10
 PAGE_MIN = 512
@@ -41,11 +42,13 @@ class SettingsError(Exception):
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Count = Annotated[int, Field(gt=0, le=1 << 32)]
 Millis = Annotated[int, Field(gt=0, le=86_400_000)]
+Micros = Annotated[int, Field(ge=0, le=1_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Uids = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
+Policies = Annotated[dict[str, WritePolicy], NoDecode, BeforeValidator(parse_policies)]
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
 OwnAddress = Annotated[str, BeforeValidator(parse_own_address)]
 Collector = Annotated[str, BeforeValidator(parse_collector)]
@@ -114,6 +117,23 @@ class Settings(BaseSettings):
     settling_share: Share = _doc(_LIMITS.settling_share, "share of L1 that may wait for abandoned copies")
     prefetch_share: Share = _doc(_LIMITS.prefetch_share, "share of L1 that prefetch may fill at a time")
     prefetch_wait_ms: Millis = _doc(_LIMITS.prefetch_wait_ns // MS, "how long a lookup waits for lower tiers")
+    prefetch_wait_token_us: Micros = _doc(0, "how much longer for each token that is not in L1")
+    prefetch_wait_most_ms: Millis = _doc(_LIMITS.prefetch_wait_most_ns // MS, "how long at most, unless it says itself")
+
+    # lower tiers
+    disk_path: Path | None = _doc(
+        None, "folder for objects below L1; servers may share it; default: none, no disk tier"
+    )
+    disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
+    disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")
+    write_policy: WritePolicy = _doc(WritePolicy.THROUGH, "what is copied down: through, eviction, second-use or none")
+    write_policy_of: Policies = Field(default_factory=dict[str, WritePolicy], description="MODEL=POLICY: for one model")
+    write_share: Share = _doc(_LIMITS.write_share, "share of L1 that may be on its way into a tier")
+    write_ahead_share: Share = _doc(_LIMITS.write_ahead_share, "share of L1 that policy eviction keeps free or written")
+    writes_in_flight: Count = _doc(_LIMITS.writes_in_flight, "objects that are written to a tier at a time")
+    writes_queued: Count = _doc(_LIMITS.writes_queued, "objects that wait to be written to a tier")
+    tier_deadline_ms: Millis = _doc(10_000, "how long one call of a tier may take")
+    flush_ms: Millis = _doc(5_000, "how long waiting writes to lower tiers may take after SIGTERM")
 
     # limits
     clients: Count = _doc(_LIMITS.clients, "attached clients")
@@ -185,6 +205,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _disk_has_a_limit(self) -> Settings:
+        if (self.disk_path is None) != (self.disk_size is None):
+            raise ValueError("--disk-path and --disk-size belong together: a folder, and the most bytes in it")
+        return self
+
+    @model_validator(mode="after")
     def _listeners_are_safe(self) -> Settings:
         for address in self.listen:
             host, port = split_address(address)
@@ -231,6 +257,12 @@ class Settings(BaseSettings):
             settling_share=self.settling_share,
             prefetch_share=self.prefetch_share,
             prefetch_wait_ns=self.prefetch_wait_ms * MS,
+            prefetch_wait_token_ns=self.prefetch_wait_token_us * 1000,
+            prefetch_wait_most_ns=self.prefetch_wait_most_ms * MS,
+            write_share=self.write_share,
+            write_ahead_share=self.write_ahead_share,
+            writes_in_flight=self.writes_in_flight,
+            writes_queued=self.writes_queued,
             jobs_per_engine=self.jobs_per_engine,
             keys_per_call=self.keys_per_call,
             victims_per_turn=self.victims_per_turn,

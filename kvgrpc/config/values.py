@@ -77,6 +77,20 @@ def parse_quotas(value: object) -> object:
     return quotas
 
 
+def parse_policies(value: object) -> object:
+    """``("llama=second-use", ...)`` -> ``{"llama": "second-use"}``. The last ``=`` divides."""
+    parts = split_list(value)
+    if not isinstance(parts, tuple | list):
+        return value
+    policies: dict[str, str] = {}
+    for part in cast(Iterable[object], parts):
+        model, separator, policy = str(part).rpartition("=")
+        if not separator or not model:
+            raise ValueError(f"{part!r} is not MODEL=POLICY")
+        policies[model] = policy
+    return policies
+
+
 def parse_own_address(value: object) -> object:
     """``"9464"`` or ``"HOST:PORT"`` -> ``"HOST:PORT"``: without a host, of the loopback."""
     if not isinstance(value, str):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -96,10 +96,12 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length."""
+    """Names an object in tiers: hex of a digest over space, generation, chunk key and KV rank; plus its length, and for
+    people what the name stands for."""
 
     name: str
     size_bytes: int
+    about: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,16 @@ class CancelRead:
     """Nobody wants this read any more; it still has to be reported when it has ended."""
 
     read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteObject:
+    """Write the object in ``extents`` to a tier that does not have it yet; report ``write_done``."""
+
+    write_id: int
+    tier: str
+    object: ObjectName
+    extents: tuple[Extent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +168,5 @@ class EngineDraining:
     client_id: str
 
 
-Action = RunSlice | CallEnded | ProbeTiers | ReadTier | CancelRead | JobDone | Unmap | SessionEnded | EngineDraining
+TierAction = ProbeTiers | ReadTier | CancelRead | WriteObject
+Action = RunSlice | CallEnded | TierAction | JobDone | Unmap | SessionEnded | EngineDraining

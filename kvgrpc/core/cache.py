@@ -7,7 +7,7 @@ the world it puts into the outbox, and what the hands did comes back by ``slice_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvgrpc.core import checks, snapshots
@@ -16,7 +16,7 @@ from kvgrpc.core.calls import SLICES_AHEAD, Calls, fingerprint
 from kvgrpc.core.desk import Desk
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.holds import Holds
-from kvgrpc.core.index import IdentityFacts, Index, Space
+from kvgrpc.core.index import IdentityFacts, Index
 from kvgrpc.core.jobs import Jobs
 from kvgrpc.core.keys import space_digest
 from kvgrpc.core.leases import Leases
@@ -25,14 +25,24 @@ from kvgrpc.core.lookups import Lookups
 from kvgrpc.core.plans import RetrievePlan, StorePlan
 from kvgrpc.core.prefetch import Prefetcher
 from kvgrpc.core.sessions import Client, Sessions
+from kvgrpc.core.versions import Versioning
+from kvgrpc.core.writes import WriteBehind
 
 OWN_HASH_ALGORITHM = "sha256-u32le"
 
 
 class Bookkeeper:
-    """Decides for an arena of ``arena_bytes``; ``tiers`` are the names of the lower tiers, in the order to ask them."""
+    """Decides for an arena of ``arena_bytes``; ``tiers`` are the names of the lower tiers, in the order to ask them,
+    ``versions`` and ``step`` as in ``kvgrpc.core.versions``."""
 
-    def __init__(self, limits: t.CoreLimits, arena_bytes: int, tiers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        limits: t.CoreLimits,
+        arena_bytes: int,
+        tiers: tuple[str, ...] = (),
+        versions: t.Versions = t.NO_VERSIONS,
+        step: int = 1,
+    ) -> None:
         ledger = Ledger(limits)
         self.limits = limits
         self.ledger = ledger
@@ -40,11 +50,13 @@ class Bookkeeper:
         self.leases = Leases(ledger, self.index)
         self.jobs = Jobs(ledger, self.leases)
         self.holds = Holds(ledger, self.index)
-        self.prefetcher = Prefetcher(ledger, self.index, self.leases, self.jobs, tiers)
+        self.writes = WriteBehind(ledger, self.index, tiers)
+        self.prefetcher = Prefetcher(ledger, self.index, self.leases, self.jobs, self.writes)
         self.lookups = Lookups(ledger, self.index, self.leases, self.jobs, self.prefetcher)
         self.sessions = Sessions(limits.clients)
         self.calls = Calls(ledger)
-        self._desk = Desk(ledger, self.index, self.leases, self.jobs, self.holds)
+        self.versions = Versioning(self.index, versions, step)
+        self._desk = Desk(ledger, self.index, self.leases, self.jobs, self.holds, self.writes)
 
     # ---- outbox and time --------------------------------------------------------------------------------------------
 
@@ -304,6 +316,10 @@ class Bookkeeper:
         """A tier read has ended; nothing touches its slot any more."""
         self.prefetcher.read_done(now, read_id, ok)
 
+    def write_done(self, now: int, write_id: int, ok: bool, no_room: bool = False) -> None:
+        """A write to a tier has ended; nothing reads its slot any more. ``no_room``: the tier is well."""
+        self.writes.write_done(write_id, ok, no_room)
+
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def clear(
@@ -316,35 +332,11 @@ class Bookkeeper:
         everything: bool = False,
     ) -> t.Cleared:
         """Forgets; exactly one target. Objects in lower tiers get new names, so they are not found either."""
-        if space is not None:
-            self.index.space(space)
-        hit = [
-            found
-            for ref, found in self.index.spaces.items()
-            if everything or ref == space or found.facts.identity.model == model or ref.cache_salt == cache_salt
-        ]
-        for found in hit:
-            found.clears += 1
-        if space is None:  # nor are those of spaces and identities that were forgotten, or are not known yet
-            self.index.first_version += 1
-            for facts in self.index.bases.values():
-                facts.clears += model is None or facts.identity.model == model
-        return self._clear(hit)
+        return self.versions.clear(space, model, cache_salt, everything)
 
     def bump_generation(self, now: int, *, model: str = "", space_base: bytes = b"") -> t.Cleared:
         """New weights under an old name. Refuses: SPACE_UNKNOWN."""
-        bases = self.index.bases.values()
-        hit = [facts for facts in bases if facts.base == space_base or (model and facts.identity.model == model)]
-        if not hit:
-            raise Refusal(Reason.SPACE_UNKNOWN, "no engine has named such a model or space", field="target")
-        for facts in hit:
-            facts.generation += 1
-        cleared = self._clear(space for space in self.index.spaces.values() if space.facts in hit)
-        return replace(cleared, generation=max(facts.generation for facts in hit))
-
-    def _clear(self, spaces: Iterable[Space]) -> t.Cleared:
-        cleared = [self.index.clear(space) for space in spaces]
-        return t.Cleared(sum(c.removed_chunks for c in cleared), sum(c.still_pinned_chunks for c in cleared))
+        return self.versions.bump(model, space_base)
 
     def pin(self, now: int, space: t.SpaceRef, content: t.ChunkKeys, ttl_ns: int, pin_id: bytes) -> t.Held:
         """Holds the resident prefix. Refuses: SPACE_UNKNOWN, HOLD_LIMIT, PIN_LIMIT."""
@@ -379,6 +371,10 @@ class Bookkeeper:
     def set_quota(self, cache_salt: str, size_bytes: int | None) -> None:
         """Most that a tenant may hold; None = no quota."""
         self.index.eviction.set_quota(self.index.account(cache_salt), size_bytes)
+
+    def set_write_policy(self, model: str, policy: t.WritePolicy) -> None:
+        """When objects of this model, or of any other (""), are copied to lower tiers."""
+        self.writes.policies[model] = policy
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 

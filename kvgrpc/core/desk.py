@@ -10,6 +10,7 @@ from kvgrpc.core.index import Index
 from kvgrpc.core.jobs import Jobs
 from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.writes import WriteBehind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,4 @@ class Desk:
     leases: Leases
     jobs: Jobs
     holds: Holds
+    writes: WriteBehind

@@ -27,7 +27,8 @@ class Chunk:
     """One chunk of one table.
 
     ``ready`` and ``writing`` are bit sets of KV ranks. ``pins`` counts leases and running reads, ``writes`` slots being
-    filled and stores that still run, ``holds`` retention and operator pins; it may be evicted when all three are zero.
+    filled, stores that still run and writes to lower tiers, ``holds`` retention and operator pins; it may be evicted
+    when all three are zero. ``kept``: see ``kvgrpc.core.writes``.
     """
 
     key: bytes
@@ -44,6 +45,7 @@ class Chunk:
     """All ranks of the space are ready."""
     pins: int = 0
     holds: int = 0
+    kept: int = 0
 
     @property
     def in_use(self) -> bool:
@@ -80,8 +82,8 @@ class IdentityFacts:
     identity: SpaceIdentity
     all_ranks: int
     generation: int = 0
-    clears: int = 0
-    """Where new spaces begin to count: past those of spaces that were forgotten."""
+    version: int = 0
+    """Where new spaces begin: past those of spaces that were forgotten."""
     object_bytes: dict[int, int] = field(default_factory=dict[int, int])
     orders: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -94,13 +96,9 @@ class Space:
         self.facts = facts
         self.account = account
         self.digest = space_digest(ref)
-        self.clears = facts.clears
+        self.version = facts.version
+        """Moves with each Clear and each new generation: part of the names of objects in lower tiers."""
         self.table = Table(self)
-
-    @property
-    def version(self) -> int:
-        """Grows with each Clear and each new generation: part of the names of objects in lower tiers."""
-        return self.facts.generation + self.clears
 
 
 class Index:
@@ -119,7 +117,10 @@ class Index:
         self.on_gone: Callable[[Chunk], None] = lambda _: None
         """Told of each chunk that goes although it is held."""
         self.first_version = 0
-        """Where identities that are not known begin to count: past all that were forgotten or cleared unseen."""
+        """Where identities that are not known begin: past all that were forgotten or cleared unseen."""
+        self.known_bases: dict[bytes, tuple[int, int]] = {}
+        self.known_spaces: dict[bytes, tuple[bytes, int]] = {}
+        """(generation, version) of identities, (identity, version) of spaces by digest, from before a restart."""
 
     # ---- spaces -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,8 @@ class Index:
             if len(self.bases) >= self._ledger.limits.spaces:
                 self._forget_bases(shared)
             ranks = (1 << identity.kv_world_size) - 1
-            facts = self.bases[base] = IdentityFacts(base, identity, ranks, clears=self.first_version)
+            generation, version = self.known_bases.pop(base, (0, self.first_version))
+            facts = self.bases[base] = IdentityFacts(base, identity, ranks, generation, version)
         return facts
 
     def _forget_bases(self, shared: Iterable[bytes]) -> None:
@@ -140,7 +142,7 @@ class Index:
         used = {space.facts.base for space in self.spaces.values()}.union(shared)
         for base, facts in list(self.bases.items()):
             if base not in used and not facts.generation:
-                self.first_version = max(self.first_version, facts.clears)
+                self.first_version = max(self.first_version, facts.version)
                 del self.bases[base]
         if len(self.bases) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many identities are in use on this server", resource="spaces")
@@ -161,6 +163,7 @@ class Index:
             if len(self.spaces) >= self._ledger.limits.spaces:
                 self._forget_spaces()
             space = self.spaces[ref] = Space(ref, facts, self.account(ref.cache_salt))
+            space.version = self.known_spaces.pop(space.digest, (b"", space.version))[1]
         return space
 
     def account(self, cache_salt: str) -> Account:
@@ -172,7 +175,7 @@ class Index:
         for ref, space in list(self.spaces.items()):
             if not space.table.chunks:
                 space.table.live = False
-                space.facts.clears = max(space.facts.clears, space.clears)
+                space.facts.version = max(space.facts.version, space.version)
                 del self.spaces[ref]
 
     def _forget_spaces(self) -> None:

@@ -28,6 +28,7 @@ def check(book: Bookkeeper) -> None:
     _check_tables(book)
     _check_jobs(book)
     _check_calls(book)
+    _check_writes(book)
 
 
 def _tables(book: Bookkeeper) -> Iterator[Table]:
@@ -47,6 +48,7 @@ def _chunks(book: Bookkeeper) -> Iterator[Chunk]:
         yield from _held(plan)
         yield from _pinned(plan)
     yield from (read.chunk for read in book.prefetcher.reads.values())
+    yield from (write.chunk for write in book.writes.flights.values())
 
 
 def _clients(book: Bookkeeper) -> list[Client]:
@@ -145,10 +147,11 @@ def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
     for plan in _plans(book):
         pins.update(map(id, _pinned(plan)))
         writes.update(map(id, _held(plan)))
+    writes.update(id(write.chunk) for write in book.writes.flights.values())
     holds = Counter(map(id, chain(book.holds.retained, *book.holds.pins.values())))
     for chunk in chunks:
         assert chunk.pins == pins[id(chunk)], "pins are those of leases, prefetches and running reads"
-        assert chunk.writes == writes[id(chunk)] + chunk.writing.bit_count(), "writes are those of slots and stores"
+        assert chunk.writes == writes[id(chunk)] + chunk.writing.bit_count(), "writes are those of slots, stores, tiers"
         assert chunk.holds == holds[id(chunk)]
     index = book.index
     ready = [chunk for chunk in chunks if chunk.ready_bytes]
@@ -188,7 +191,7 @@ def _check_jobs(book: Bookkeeper) -> None:
         assert len(engine.jobs) <= limits.jobs_per_engine
         assert all(jobs.jobs.get(job_id) is job for job_id, job in engine.jobs.items())
         assert {job for jobs in engine.requests.values() for job in jobs.values()} == set(engine.jobs.values())
-    assert len(jobs.jobs) == sum(len(engine.jobs) for engine in book.sessions.engines.values())
+    assert len(jobs.jobs) == sum(len(engine.jobs) for engine in (book.lookups.warming, *book.sessions.engines.values()))
 
 
 def _check_calls(book: Bookkeeper) -> None:
@@ -212,3 +215,21 @@ def _check_calls(book: Bookkeeper) -> None:
             assert client.calls[call_id] is call
             assert call.plan is None
     assert book.calls.in_flight == running
+
+
+def _check_writes(book: Bookkeeper) -> None:
+    """What is on its way into a tier is there, whole, and bounded; what is promised to a tier is marked as such."""
+    limits, total_bytes = book.limits, book.index.slots.total_bytes
+    for lane in book.writes.lanes:
+        flights = [write for write in book.writes.flights.values() if write.lane is lane]
+        assert lane.flights == len(flights) <= limits.writes_in_flight
+        assert lane.flying_bytes == sum(write.slot.taken_bytes for write in flights)
+        assert len(flights) <= 1 or lane.flying_bytes <= total_bytes * limits.write_share
+        assert len(lane.queue) <= limits.writes_queued
+        assert len(set(lane.queue)) == len(lane.queue), "queued twice"
+    for write in book.writes.flights.values():
+        assert write.slot.state in (READY, DOOMED), "a slot is written from while its bytes may change"
+        assert write.chunk.slots[write.kv_rank] is write.slot
+    for job in book.prefetcher.blocked:
+        assert job.prefetch is not None
+        assert book.prefetcher.reading_bytes, "a lookup waits for reads, but there are none"

@@ -51,6 +51,8 @@ class Job:
     lease_end_ns: int = 0
     record_end_ns: int = 0
     read_end_ns: int = 0
+    pins: bool = True
+    """Its prefetch ends in pins; else it only fills L1."""
 
     def answer(self, fingerprint: int) -> LookupAnswer:
         """To a lookup that is asked again. Refuses: INVALID_FIELD when it asks for something else."""

@@ -61,6 +61,12 @@ def object_name(digest: bytes, generation: int, key: bytes, kv_rank: int, order:
     return _digest("kvgrpc.object.v1", digest, str(generation), key, str(kv_rank), order).hex()
 
 
+def describe(digest: bytes, generation: int, key: bytes, kv_rank: int, order: str) -> str:
+    """What an object's name stands for, for people and tools."""
+    about = f'"space": "{digest.hex()}", "version": {generation}, "key": "{key.hex()}", "kv_rank": {kv_rank}'
+    return f'{{{about}, "order": "{order}"}}'
+
+
 def fingerprint(secret: str) -> str:
     """16 hex digits that name an engine id or a salt without giving it away."""
     return hashlib.sha256(secret.encode()).hexdigest()[:16]

@@ -27,6 +27,15 @@ class CoreLimits:
     settling_share: float = 0.05
     prefetch_share: float = 0.25
     prefetch_wait_ns: int = 2 * S
+    prefetch_wait_token_ns: int = 0
+    """More for each token that is not there."""
+    prefetch_wait_most_ns: int = 10 * S
+    write_share: float = 0.125
+    """What may be on its way into one tier at a time, and one object more."""
+    write_ahead_share: float = 0.25
+    """How much is written ahead of its eviction, where a space wants that."""
+    writes_in_flight: int = 8
+    writes_queued: int = 4096
     jobs_per_engine: int = 4096
     keys_per_call: int = 16384
     victims_per_turn: int = 1024

@@ -12,8 +12,8 @@ from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Lease, Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.prefetch import LIMIT, Prefetcher
-from kvgrpc.core.sessions import Client
-from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, PrefetchStatus, SpaceRef
+from kvgrpc.core.sessions import Client, Engine
+from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, PrefetchStatus, Priority, SpaceRef, Warmed
 
 NO_HIT = LookupAnswer(b"", PrefetchStatus(True))
 NO_HIT_FOR_LIMIT = LookupAnswer(b"", PrefetchStatus(True, limited_by=LIMIT))
@@ -28,6 +28,8 @@ class Lookups:
         self._leases = leases
         self._jobs = jobs
         self._prefetcher = prefetcher
+        self.warming = Engine("warming")
+        """Whose the jobs of ``warm`` are."""
 
     def resident(self, ref: SpaceRef, keys: Sequence[bytes], want: int) -> list[Chunk]:
         """Chunks of the longest prefix that has all ranks of ``want``."""
@@ -59,7 +61,7 @@ class Lookups:
         counters["lookup_tokens"] += command.content.num_tokens
         want = sum(1 << rank for rank in ranks)
         found = self.resident(command.space, keys, want)
-        prefetches = bool(self._prefetcher.tiers) and len(found) < len(keys)
+        prefetches = bool(self._prefetcher.writes.lanes) and len(found) < len(keys)
         if not found and not prefetches:
             return NO_HIT
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
@@ -73,10 +75,14 @@ class Lookups:
             self._index.pin(found)
             self._leases.grant(lease, found)
         self._index.eviction.use(found, command.policy.priority)
+        self._prefetcher.writes.used(found)
         self._jobs.add(job, now)
         counters["hit_tokens"] += len(found) * limits.chunk_tokens
-        wait_ns = command.prefetch_wait_ns or limits.prefetch_wait_ns
-        if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns):
+        wait_ns = (
+            limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - len(found)) * limits.chunk_tokens
+        )
+        wait_ns = command.prefetch_wait_ns or min(wait_ns, limits.prefetch_wait_most_ns)
+        if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns, len(found)):
             return job.answer(command.fingerprint)
         limited_by = LIMIT if prefetches and not pinned else ""
         if not found:
@@ -86,6 +92,34 @@ class Lookups:
         hit_tokens = len(found) * limits.chunk_tokens
         self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, {"l1": len(found)}, limited_by), now)
         return job.answer(command.fingerprint)
+
+    def warm(self, now: int, ref: SpaceRef, keys: Sequence[bytes], wait_ns: int, job_id: bytes) -> Warmed | None:
+        """Begins to read what is missing of a prefix; None: JobDone will come, then ask ``warmed``. Refuses:
+        SPACE_UNKNOWN, JOB_LIMIT, RECORD_LIMIT."""
+        facts, chunk_tokens = self._index.facts(ref.space_base), self._ledger.limits.chunk_tokens
+        found = self.resident(ref, keys, facts.all_ranks)
+        self._index.eviction.use(found, Priority.NORMAL)
+        warmed = Warmed(len(found) * chunk_tokens)
+        if len(found) == len(keys) or not self._prefetcher.writes.lanes:
+            return warmed
+        ranks = tuple(range(facts.identity.kv_world_size))
+        lease = Lease(ranks, 1, 1)
+        self._jobs.admit(self.warming, lease, len(keys))
+        space, priority, name = self._index.space(ref), Priority.NORMAL, job_id.hex()
+        job = Job(job_id, name, 0, 1, 0, priority, self.warming, "", space, space.table, lease, list(keys), pins=False)
+        self._jobs.add(job, now)
+        if self._prefetcher.begin(job, facts.all_ranks, now, wait_ns, len(found)):
+            return None
+        self._jobs.drop(job)
+        return warmed
+
+    def warmed(self, job_id: bytes) -> Warmed:
+        """What became of it; its record goes. Whoever does not wait for it ends it so."""
+        job = self.warming.jobs.get(job_id)
+        if job is None:
+            return Warmed(0, LIMIT)
+        self.end(job)
+        return Warmed(job.status.hit_tokens, job.status.limited_by)
 
     def free(self, now: int, job: Job, command: FreeCommand) -> int:
         """Releases pins of one job; how many. What reaches the end of a pending job, for all readers, ends its

@@ -255,6 +255,7 @@ class StorePlan(Plan):
         copied = report.completed
         done = 0 if partial else copied
         known = STORED if self._desk.index.commit_objects(chunks[:done], self._kv_rank) else CLEARED
+        self._desk.writes.stored(chunks[:done], self._kv_rank)
         for at in places[:done]:
             self._outcomes[at - self._first] = known
         if copied >= len(places):

@@ -2,14 +2,16 @@
 """Reading from lower tiers what a lookup wants and the arena does not have.
 
 A lookup that misses asks the tiers (probe), then plans reads in prefix order as far as every wanted object is resident,
-found or already being read, and as far as room and budget reach. Each planned chunk is pinned for the job until the job
-is final: when all reads are in, or at its deadline with what is ready. A read that no job waits for is cancelled; its
-slot settles until the read is reported.
+found or already being read, and as far as room reaches. Only so many bytes are read at a time; a job that has come so
+far goes on planning as reads end, first come, first served. Each planned chunk is pinned for the job until the job is
+final: when all reads are in, or at its deadline with what is ready. A read that no job waits for is cancelled; its slot
+settles until the read is reported.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import CancelRead, JobDone, ObjectName, PrefetchStatus, ProbeTiers, ReadTier
+from kvgrpc.core.writes import WriteBehind
 
 TIMEOUT, LIMIT, FAILED = "PREFETCH_TIMEOUT", "PREFETCH_LIMIT", "PREFETCH_FAILED"
 
@@ -49,6 +52,10 @@ class Prefetch:
     """Pinned, from chunk ``first`` on."""
     sources: list[str] = field(default_factory=list[str])
     """Where each planned chunk is from."""
+    where: dict[tuple[int, int], tuple[str, ObjectName]] = field(
+        default_factory=dict[tuple[int, int], tuple[str, ObjectName]]
+    )
+    """The tier that has the object of (chunk, KV rank)."""
     waiting: dict[int, Read] = field(default_factory=dict[int, Read])
     limited_by: str = ""
 
@@ -56,25 +63,27 @@ class Prefetch:
 class Prefetcher:
     """Plans reads for pending jobs and makes jobs final."""
 
-    def __init__(self, ledger: Ledger, index: Index, leases: Leases, jobs: Jobs, tiers: tuple[str, ...]) -> None:
+    def __init__(self, ledger: Ledger, index: Index, leases: Leases, jobs: Jobs, writes: WriteBehind) -> None:
         self._ledger = ledger
         self._index = index
         self._leases = leases
         self._jobs = jobs
-        self.tiers = tiers
+        self.writes = writes
         self.pending: dict[int, Job] = {}
         """By probe id."""
         self.reads: dict[int, Read] = {}
         self._by_slot: dict[Slot, Read] = {}
         self.reading_bytes = 0
+        self.blocked: OrderedDict[Job, None] = OrderedDict()
+        """Jobs that plan on when reads end."""
         self._deadlines: list[tuple[int, int]] = []
         """(when, probe id), also of jobs that are final by now."""
 
     # ---- begin ------------------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, want: int, now: int, wait_ns: int) -> bool:
-        """Asks the tiers for what the job misses after its pinned prefix; False when there is nothing to ask."""
-        prefetch = Prefetch(len(job.lease.chunks), want, self._ledger.next_id())
+    def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> bool:
+        """Asks the tiers for what the job misses after its ``first`` chunks; False when there is nothing to ask."""
+        prefetch = Prefetch(first, want, self._ledger.next_id())
         sizes, orders = job.space.facts.object_bytes, job.space.facts.orders
         if any(rank not in sizes for rank in job.lease.ranks):
             return False  # nobody has said yet how long the objects are
@@ -98,24 +107,38 @@ class Prefetcher:
         if job is None or job.prefetch is None:
             return
         prefetch = job.prefetch
-        where = {
+        prefetch.where = {
             (at, rank): (tier, name) for (at, rank, name), tier in zip(prefetch.probed, found, strict=True) if tier
         }
         prefetch.probed.clear()
-        for at in range(prefetch.first, len(job.keys)):
-            if not self._plan(job, prefetch, at, where):
+        self._plan_on(job, prefetch, now)
+
+    def _plan_on(self, job: Job, prefetch: Prefetch, now: int) -> None:
+        for at in range(prefetch.first + len(prefetch.planned), len(job.keys)):
+            if not self._plan(job, prefetch, at):
                 break
-        if not prefetch.waiting:
+        if not prefetch.waiting and job not in self.blocked:
             self.finish(job, now)
 
-    def _plan(
-        self, job: Job, prefetch: Prefetch, at: int, where: dict[tuple[int, int], tuple[str, ObjectName]]
-    ) -> bool:
-        """Plans one chunk; False when the prefix ends before it."""
+    def _must_wait(self, job: Job, prefetch: Prefetch, at: int) -> bool:
+        """Whether others' reads take what may be read at a time."""
+        cost = self._index.slots.cost_bytes
+        needs = [
+            cost(prefetch.where[at, rank][1].size_bytes) for rank in job.lease.ranks if (at, rank) in prefetch.where
+        ]
+        most = self._index.slots.total_bytes * self._ledger.limits.prefetch_share
+        return self.reading_bytes > 0 and self.reading_bytes + sum(needs) > most
+
+    def _plan(self, job: Job, prefetch: Prefetch, at: int) -> bool:
+        """Plans one chunk; False when the prefix ends before it, for now or at all."""
         table, key, source = job.table, job.keys[at], "l1"
         chunk = table.chunks.get(key)
         reads: list[Read] = []
         if not table.live:
+            return False
+        if self._must_wait(job, prefetch, at):
+            self.blocked[job] = None
+            prefetch.limited_by = LIMIT
             return False
         if chunk is not None:
             if not self._leases.fits([chunk], self.reading_bytes):
@@ -128,7 +151,7 @@ class Prefetcher:
             if chunk is not None and chunk.writing >> rank & 1:
                 read = self._by_slot.get(chunk.slots[rank])  # None: a store writes it
             else:
-                read = self._begin_read(job, prefetch, at, rank, where)
+                read = self._begin_read(job, prefetch, at, rank)
             if read is None:
                 self._drop(job, reads)
                 if chunk is not None:
@@ -146,12 +169,10 @@ class Prefetcher:
         prefetch.sources.append(source)
         return True
 
-    def _begin_read(
-        self, job: Job, prefetch: Prefetch, at: int, rank: int, where: dict[tuple[int, int], tuple[str, ObjectName]]
-    ) -> Read | None:
-        if (at, rank) not in where:
+    def _begin_read(self, job: Job, prefetch: Prefetch, at: int, rank: int) -> Read | None:
+        if (at, rank) not in prefetch.where:
             return None
-        tier, name = where[at, rank]
+        tier, name = prefetch.where[at, rank]
         index, limits = self._index, self._ledger.limits
         reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
         slots: list[Slot] | str = LIMIT
@@ -180,6 +201,7 @@ class Prefetcher:
         committed = False
         if read.jobs and ok:
             committed = self._index.commit_objects((read.chunk,), read.kv_rank)
+            self.writes.has(read.chunk, read.kv_rank, read.tier)
         elif read.jobs:
             self._index.abort_object(read.chunk, read.kv_rank)
         counter = "prefetched_objects" if committed else "failed_reads" if read.jobs else "cancelled_reads"
@@ -190,8 +212,25 @@ class Prefetcher:
             del prefetch.waiting[read_id]
             if not committed:
                 prefetch.limited_by = FAILED
-            if not prefetch.waiting:
+                self.blocked.pop(job, None)
+            if not prefetch.waiting and job not in self.blocked:
                 self.finish(job, now)
+        self._unblock(now)
+
+    def _unblock(self, now: int) -> None:
+        """Jobs that waited for the end of reads plan on."""
+        while self.blocked:
+            job = next(iter(self.blocked))
+            prefetch = job.prefetch
+            assert prefetch is not None
+            at = prefetch.first + len(prefetch.planned)
+            if self._must_wait(job, prefetch, at):
+                break
+            del self.blocked[job]
+            prefetch.limited_by = ""
+            self._plan_on(job, prefetch, now)
+            if job in self.blocked:
+                self.blocked.move_to_end(job, last=False)
 
     def finish(self, job: Job, now: int, limited_by: str = "") -> None:
         """The job is final, with what is ready."""
@@ -203,16 +242,19 @@ class Prefetcher:
             count += 1
         if not limited_by or (prefetch.planned and count == len(prefetch.planned)):
             limited_by = prefetch.limited_by
-        self._leases.grant(job.lease, prefetch.planned[:count])
-        self._index.unpin(prefetch.planned[count:])
+        kept = count if job.pins else 0
+        self._leases.grant(job.lease, prefetch.planned[:kept])
+        self._index.unpin(prefetch.planned[kept:])
         total = prefetch.first + count
         by_tier: dict[str, int] = {"l1": prefetch.first} if prefetch.first else {}
         for source in prefetch.sources[:count]:
             by_tier[source] = by_tier.get(source, 0) + 1
         del job.keys[total:]
         chunk_tokens = self._ledger.limits.chunk_tokens
-        self._ledger.counters["hit_tokens"] += count * chunk_tokens
-        self._jobs.settle(job, PrefetchStatus(True, total * chunk_tokens, total > 0, by_tier, limited_by), now)
+        self._ledger.counters["hit_tokens" if job.pins else "warmed_tokens"] += count * chunk_tokens
+        self._jobs.settle(
+            job, PrefetchStatus(True, total * chunk_tokens, total > 0 and job.pins, by_tier, limited_by), now
+        )
         self._ledger.outbox.append(JobDone(job.job_id))
 
     def end(self, job: Job) -> None:
@@ -225,6 +267,7 @@ class Prefetcher:
         assert prefetch is not None
         job.prefetch = None
         del self.pending[prefetch.probe_id]
+        self.blocked.pop(job, None)
         self._index.use(job.table, job.keys, job.priority)
         self._drop(job, prefetch.waiting.values())
         return prefetch

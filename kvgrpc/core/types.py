@@ -7,7 +7,7 @@ tokens from the start of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -42,6 +42,15 @@ class Priority(IntEnum):
     LOW = 0
     NORMAL = 1
     HIGH = 2
+
+
+class WritePolicy(Enum):
+    """When a space's objects are copied to lower tiers."""
+
+    THROUGH = "through"
+    EVICTION = "eviction"
+    SECOND_USE = "second-use"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,19 @@ class Reader:
 
     kv_rank: int
     tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Versions of spaces that are to outlive the server: where unknown identities begin, (generation, version) of
+    identities by base, (base, version) of spaces by digest. What is not named here begins as what it belongs to."""
+
+    first: int = 0
+    bases: Mapping[bytes, tuple[int, int]] = field(default_factory=dict[bytes, tuple[int, int]])
+    spaces: Mapping[bytes, tuple[bytes, int]] = field(default_factory=dict[bytes, tuple[bytes, int]])
+
+
+NO_VERSIONS = Versions()
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -256,6 +278,14 @@ class Held:
 
     pin_id: bytes
     pinned_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """Effect of Warm: what is in L1 now, and why not more."""
+
+    resident_tokens: int
+    limited_by: str = ""
 
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------

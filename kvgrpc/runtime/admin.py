@@ -8,7 +8,8 @@ import secrets
 from dataclasses import replace
 
 from kvgrpc import api
-from kvgrpc.core.types import MS, Cleared, Held, SpaceRef
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import MS, Cleared, Held, SpaceRef, Warmed
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
@@ -47,12 +48,15 @@ class DriverAdmin:
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
         """A tier that cannot say how much it holds is shown as unhealthy; it must not take the status away."""
-        reads = self._driver.reads_in_flight(name)
+        below = self._driver.below
+        used_bytes, healthy = 0, tier.healthy
         try:
             used_bytes = await asyncio.wait_for(tier.usage(), TIER_ANSWER_S)
         except (TierFault, asyncio.TimeoutError):
-            return api.TierStatus(name, False, 0, reads)
-        return api.TierStatus(name, tier.healthy, used_bytes, reads)
+            healthy = False
+        writes, queued = below.writes(name)
+        reads = below.reads_in_flight(name)
+        return api.TierStatus(name, healthy, used_bytes, reads, writes, queued, dict(tier.counters))
 
     async def list_engines(self) -> tuple[api.EngineStatus, ...]:
         return tuple(
@@ -74,6 +78,7 @@ class DriverAdmin:
             driver.now(), space=target.space, model=target.model, cache_salt=target.cache_salt, everything=target.all
         )
         driver.pump()
+        await driver.save_versions()
         return cleared
 
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
@@ -81,6 +86,7 @@ class DriverAdmin:
         driver.forgets += 1
         cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
         driver.pump()
+        await driver.save_versions()
         return cleared
 
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
@@ -89,6 +95,24 @@ class DriverAdmin:
         held = driver.book.pin(driver.now(), space, keys, ttl_ms * MS, secrets.token_bytes(16))
         driver.pump()
         return held
+
+    async def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
+        driver, job_id = self._driver, secrets.token_bytes(16)
+        keys = await driver.chunk_keys(space, content)
+        if keys.first_chunk:
+            raise Refusal(Reason.INVALID_FIELD, "a prefix begins with the prompt", field="content.first_chunk")
+        lookups = driver.book.lookups
+        warmed = lookups.warm(driver.now(), space, keys.keys, wait_ms * MS, job_id)
+        if warmed is None:
+            waiting = asyncio.ensure_future(driver.wait_job(job_id, wait_ms + 1000))
+            driver.pump()
+            try:
+                await waiting
+            finally:
+                waiting.cancel()
+                warmed = lookups.warmed(job_id)
+                driver.pump()
+        return warmed
 
     async def unpin(self, pin_id: bytes) -> int:
         released = self._driver.book.unpin(self._driver.now(), pin_id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,15 +39,17 @@ from kvgrpc.core.types import (
     SliceReport,
     SpaceRef,
     Unmap,
+    Versions,
+    WriteObject,
 )
 from kvgrpc.runtime.affinity import AffinityExecutor
+from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.slices import SliceRunner
-from kvgrpc.tiers.base import Tier, TierFault
+from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
-from kvgrpc.transfer.runs import trim
 
 if TYPE_CHECKING:
     from kvgrpc.runtime.session import DriverSession
@@ -71,6 +73,10 @@ class Hands:
     cpu_pool: ThreadPoolExecutor
     tiers: dict[str, Tier] = field(default_factory=dict[str, Tier])
     clock: Clock = monotonic_clock
+    save_versions: Callable[[Versions, Versions], None] | None = None
+    """Keeps the second, which the first has become; blocks; raises OSError."""
+    flush_s: float = 5.0
+    """What lower tiers get at the end to take what waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,7 @@ class Driver:
         self._jobs: dict[bytes, set[asyncio.Future[None]]] = {}
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
-        self._reads: dict[int, tuple[str, asyncio.Task[None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.below = Below(self)
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: set[str] = set()
         """Clients of which a slice was handed over or has ended, so that one may be planned behind it."""
@@ -113,6 +118,8 @@ class Driver:
         self._timer_ns = 0
         self.next_mapping_id = itertools.count(1).__next__
         self._closing: asyncio.Future[None] | None = None
+        self._saving = asyncio.Lock()
+        self._saved = book.versions.snapshot()
         self._loop = asyncio.get_running_loop()
 
     # ---- for callers ------------------------------------------------------------------------------------------------
@@ -273,15 +280,8 @@ class Driver:
                 for job_waiter in self._jobs.pop(job_id, ()):
                     if not job_waiter.done():
                         job_waiter.set_result(None)
-            case ProbeTiers():
-                self._spawn(self._probe(action))
-            case ReadTier():
-                reading = self._spawn(self._read(action))
-                reading.add_done_callback(lambda done: self._read_ended(action, done))
-                self._reads[action.read_id] = (action.tier, reading)
-            case CancelRead(read_id):
-                if read_id in self._reads:
-                    self._reads[read_id][1].cancel()
+            case ProbeTiers() | ReadTier() | CancelRead() | WriteObject():
+                self.below.act(action)
             case Unmap(client_id, mapping_id):
                 unmapping = self.hands.affinity.submit(client_id, self.hands.mover.unmap, mapping_id)
                 unmapping.add_done_callback(lambda done: self._post(self._unmapped, mapping_id, done))
@@ -332,49 +332,20 @@ class Driver:
         self._timer = None
         self.tick()
 
-    # ---- tiers ------------------------------------------------------------------------------------------------------
+    # ---- versions ---------------------------------------------------------------------------------------------------
 
-    def _spawn(self, work: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._loop.create_task(work)  # type: ignore[arg-type]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _probe(self, action: ProbeTiers) -> None:
-        found = [""] * len(action.objects)
-        for name, tier in self.hands.tiers.items():
-            open_at = [at for at, where in enumerate(found) if not where]
-            if not open_at or not tier.healthy:
-                continue
+    async def save_versions(self) -> None:
+        """Returns when what was cleared will stay so after a restart. Refuses: STATE_UNSAVED."""
+        async with self._saving:
+            before, after = self._saved, self.book.versions.snapshot()
+            if self.hands.save_versions is None or after == before:
+                return
             try:
-                present = await tier.exists([action.objects[at].name for at in open_at])
-            except TierFault as fault:
-                log.warning("tier probe failed", tier=name, reason=fault.reason.value)
-                continue
-            for at, is_there in zip(open_at, present, strict=True):
-                if is_there:
-                    found[at] = name
-        self.book.probe_done(self.now(), action.probe_id, found)
-        self.pump()
-
-    async def _read(self, action: ReadTier) -> None:
-        views = [self.hands.arena.view(*extent) for extent in trim(action.extents, action.object.size_bytes)]
-        await self.hands.tiers[action.tier].read(action.object, views)
-
-    def _read_ended(self, action: ReadTier, done: asyncio.Task[None]) -> None:
-        """Called for every read, also for one that was cancelled before its first step."""
-        del self._reads[action.read_id]
-        error = None if done.cancelled() else done.exception()
-        if isinstance(error, TierFault):
-            log.warning("tier read failed", tier=action.tier, reason=error.reason.value)
-        elif error is not None:
-            log.error("tier failed", tier=action.tier, exc_info=error)
-        self.book.read_done(self.now(), action.read_id, not done.cancelled() and error is None)
-        self.pump()
-
-    def reads_in_flight(self, tier: str) -> int:
-        """Reads of this tier that have not ended."""
-        return sum(1 for name, _ in self._reads.values() if name == tier)
+                await self._loop.run_in_executor(self.hands.cpu_pool, self.hands.save_versions, before, after)
+            except OSError as error:
+                text = f"it is cleared, but not for lower tiers after a restart ({error.strerror}); do it again"
+                raise Refusal(Reason.STATE_UNSAVED, text, retry_after_ms=1000) from error
+            self._saved = after
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
@@ -386,14 +357,10 @@ class Driver:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        await self.below.flush(self.hands.flush_s)
         if self._timer is not None:
             self._timer.cancel()
-        for task in tuple(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+        await self.below.close()
         await asyncio.to_thread(self.hands.affinity.close)
         self.hands.cpu_pool.shutdown(wait=True)
-        for tier in self.hands.tiers.values():
-            await tier.close()
         self.hands.mover.close()

@@ -43,6 +43,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Pin(self, request: admin_pb2.PinRequest, context: object) -> admin_pb2.PinResponse:
         return wire.encode_pin_response(await self._admin.pin(*wire.decode_pin_request(request)))
 
+    async def Warm(self, request: admin_pb2.WarmRequest, context: object) -> admin_pb2.WarmResponse:
+        return wire.encode_warm_response(await self._admin.warm(*wire.decode_warm_request(request)))
+
     async def Unpin(self, request: admin_pb2.UnpinRequest, context: object) -> admin_pb2.UnpinResponse:
         released_chunks = await self._admin.unpin(wire.decode_unpin_request(request))
         return admin_pb2.UnpinResponse(released_chunks=released_chunks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 
 from kvgrpc.api import Layout
@@ -92,6 +92,10 @@ class CountedTier:
     @property
     def healthy(self) -> bool:
         return self._tier.healthy
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self._tier.counters
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         return await self._tier.exists(names)

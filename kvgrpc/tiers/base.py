@@ -10,7 +10,7 @@ raised, or was cancelled and has raised), nothing touches its buffers any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -26,6 +26,14 @@ class FaultReason(Enum):
     CORRUPT = "CORRUPT"
     IO = "IO"
     TIMEOUT = "TIMEOUT"
+    FULL = "FULL"
+    """There is no room for what is to be written."""
+    SKIPPED = "SKIPPED"
+    """The tier was not asked: it has failed lately."""
+
+
+DAMAGED = frozenset({FaultReason.SHORT, FaultReason.FOREIGN, FaultReason.CORRUPT})
+"""What says that an object is of no use, and nothing about the tier's health."""
 
 
 class TierFault(Exception):  # noqa: N818 -- a miss is a fault too, and no error
@@ -44,6 +52,13 @@ class TierMiss(TierFault):
         super().__init__(FaultReason.MISSING, message)
 
 
+class OtherLength(TierFault):
+    """The object is there with another length than was asked for: of no use here, but whole."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FaultReason.FOREIGN, message)
+
+
 class Tier(Protocol):
     """Keeps objects by name."""
 
@@ -54,7 +69,12 @@ class Tier(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """False while the tier should not be asked."""
+        """What operators are shown: False while it fails. Asked all the same, it says SKIPPED at once."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What it wants operators to see, by name: counts since the start, and what is now (``limit_bytes``)."""
         ...
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
@@ -66,13 +86,14 @@ class Tier(Protocol):
     async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
         """Fills ``into``, whose lengths add up to ``object.size_bytes``, with the object's bytes.
 
-        Raises TierMiss or TierFault; then ``into`` may hold anything.
+        Raises TierMiss or TierFault; then ``into`` may hold anything. A damaged object that the tier may remove is not
+        found again.
         """
         ...
 
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
-        """Keeps the object; once it has returned, ``read`` finds it. A write that fails leaves no readable object
-        behind, except an earlier whole one. Raises TierFault (IO, TIMEOUT).
+        """Keeps the object; once it has returned, ``read`` finds it, until the tier needs its room. A write that fails
+        leaves no readable object behind, except an earlier whole one. Raises TierFault (IO, TIMEOUT, FULL).
         """
         ...
 

@@ -6,7 +6,7 @@ asked for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from kvgrpc.core.types import ObjectName
@@ -51,6 +51,10 @@ class MemoryTier:
     def name(self) -> str:
         return self._name
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return {}
+
     # ---- steering ----
 
     def hang(self) -> None:
@@ -92,6 +96,8 @@ class MemoryTier:
     # ---- Tier ----
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
+        if not self.healthy:
+            raise TierFault(FaultReason.SKIPPED, f"{self._name} was told to be unhealthy")
         self.probes += len(names)
         self._fail_if_told("exists")
         return [name in self._kept or name in self._vanished for name in names]

@@ -95,10 +95,33 @@ class TierStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     HEALTHY_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     READS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WRITES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WRITES_QUEUED_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     healthy: _builtins.bool
@@ -107,6 +130,14 @@ class TierStatus(_message.Message):
     """Bytes it holds."""
     reads_in_flight: _builtins.int
     """Reads in flight."""
+    writes_in_flight: _builtins.int
+    """Writes in flight."""
+    writes_queued: _builtins.int
+    """Objects that wait to be written."""
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Counts since the start, and what is now, by name (docs/operations.md)."""
+
     def __init__(
         self,
         *,
@@ -114,10 +145,13 @@ class TierStatus(_message.Message):
         healthy: _builtins.bool = ...,
         used_bytes: _builtins.int = ...,
         reads_in_flight: _builtins.int = ...,
+        writes_in_flight: _builtins.int = ...,
+        writes_queued: _builtins.int = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["healthy", b"healthy", "name", b"name", "reads_in_flight", b"reads_in_flight", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "healthy", b"healthy", "name", b"name", "reads_in_flight", b"reads_in_flight", "used_bytes", b"used_bytes", "writes_in_flight", b"writes_in_flight", "writes_queued", b"writes_queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -670,6 +704,66 @@ class PinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class WarmRequest(_message.Message):
+    """Names a prefix to read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    wait_ms: _builtins.int
+    """How long it may take; 1 to 60,000. A call's own deadline holds, too."""
+    @_builtins.property
+    def space(self) -> _common_pb2.SpaceRef:
+        """Where it is."""
+
+    @_builtins.property
+    def content(self) -> _common_pb2.Content:
+        """What it is."""
+
+    def __init__(
+        self,
+        *,
+        space: _common_pb2.SpaceRef | None = ...,
+        content: _common_pb2.Content | None = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "space", b"space", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class WarmResponse(_message.Message):
+    """What is in L1 now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
+    LIMITED_BY_FIELD_NUMBER: _builtins.int
+    resident_tokens: _builtins.int
+    """Length of the prefix that all KV ranks have."""
+    limited_by: _builtins.str
+    """Why it is not longer, when that is not for want of data: PREFETCH_TIMEOUT, PREFETCH_LIMIT, PREFETCH_FAILED."""
+    def __init__(
+        self,
+        *,
+        resident_tokens: _builtins.int = ...,
+        limited_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limited_by", b"limited_by", "resident_tokens", b"resident_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):

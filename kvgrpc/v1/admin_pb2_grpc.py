@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.PinResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/kvgrpc.v1.AdminService/Warm',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.FromString,
+                _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/kvgrpc.v1.AdminService/Unpin',
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
@@ -123,6 +128,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
+        like anything else. Without lower tiers it reads nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Unpin(self, request, context):
         """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN.
         """
@@ -170,6 +183,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Pin,
                     request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.PinRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_admin__pb2.PinResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
@@ -345,6 +363,33 @@ class AdminService(object):
             '/kvgrpc.v1.AdminService/Pin',
             kvgrpc_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
             kvgrpc_dot_v1_dot_admin__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/Warm',
+            kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

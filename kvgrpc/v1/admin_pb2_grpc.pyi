@@ -48,6 +48,10 @@ class AdminServiceStub:
     """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN."""
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
     """Keeps a prefix resident for a bounded time, under limits.hold_bytes (else RESOURCE_EXHAUSTED, HOLD_LIMIT)."""
+    Warm: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmRequest, _admin_pb2.WarmResponse]
+    """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
+    like anything else. Without lower tiers it reads nothing.
+    """
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]
@@ -72,6 +76,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """New weights under an old name: like Clear, and a generation number that lower tiers keep grows. Unknown model or space: FAILED_PRECONDITION, SPACE_UNKNOWN."""
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps a prefix resident for a bounded time, under limits.hold_bytes (else RESOURCE_EXHAUSTED, HOLD_LIMIT)."""
+    Warm: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmRequest, _admin_pb2.WarmResponse]  # type: ignore[assignment]
+    """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
+    like anything else. Without lower tiers it reads nothing.
+    """
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
     DrainEngine: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]  # type: ignore[assignment]
@@ -129,6 +137,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
         """Keeps a prefix resident for a bounded time, under limits.hold_bytes (else RESOURCE_EXHAUSTED, HOLD_LIMIT)."""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _admin_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.WarmResponse, _abc.Awaitable[_admin_pb2.WarmResponse]]:
+        """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
+        like anything else. Without lower tiers it reads nothing.
+        """
 
     @_abc_1.abstractmethod
     def Unpin(

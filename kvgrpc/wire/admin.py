@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvgrpc import api
-from kvgrpc.core.types import Cleared, Held, Role, SpaceRef
+from kvgrpc.core.types import Cleared, Held, Role, SpaceRef, Warmed
 from kvgrpc.v1 import admin_pb2 as pb
 from kvgrpc.wire.cache import WAIT_MS_MOST
 from kvgrpc.wire.content import (
@@ -69,7 +69,16 @@ def decode_server_status(message: pb.GetStatusResponse) -> api.ServerStatus:
         pins=message.pins,
         calls_in_flight=message.calls_in_flight,
         tiers=tuple(
-            api.TierStatus(tier.name, tier.healthy, tier.used_bytes, tier.reads_in_flight) for tier in message.tiers
+            api.TierStatus(
+                tier.name,
+                tier.healthy,
+                tier.used_bytes,
+                tier.reads_in_flight,
+                tier.writes_in_flight,
+                tier.writes_queued,
+                dict(tier.counters),
+            )
+            for tier in message.tiers
         ),
         executors=tuple(
             api.ExecutorStatus(executor.thread, tuple(executor.clients), executor.queued)
@@ -236,6 +245,24 @@ def decode_pin_request(message: pb.PinRequest) -> tuple[SpaceRef, api.Content, i
         decode_content(message.content),
         check_number(message.ttl_ms, "ttl_ms", 1, DAY_MS),
     )
+
+
+def encode_warm_request(space: SpaceRef, content: api.Content, wait_ms: int) -> pb.WarmRequest:
+    return pb.WarmRequest(space=encode_space(space), content=encode_content(content), wait_ms=wait_ms)
+
+
+def decode_warm_request(message: pb.WarmRequest) -> tuple[SpaceRef, api.Content, int]:
+    """(space, content, wait_ms)."""
+    wait_ms = check_number(message.wait_ms, "wait_ms", 1, WAIT_MS_MOST)
+    return decode_space(message.space), decode_content(message.content), wait_ms
+
+
+def encode_warm_response(warmed: Warmed) -> pb.WarmResponse:
+    return pb.WarmResponse(resident_tokens=warmed.resident_tokens, limited_by=warmed.limited_by)
+
+
+def decode_warm_response(message: pb.WarmResponse) -> Warmed:
+    return Warmed(message.resident_tokens, message.limited_by)
 
 
 def encode_pin_response(held: Held) -> pb.PinResponse:

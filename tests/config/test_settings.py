@@ -22,6 +22,8 @@ COUNTS = {
     "spaces",
     "pins",
     "victims_per_turn",
+    "writes_in_flight",
+    "writes_queued",
 }
 
 
@@ -43,7 +45,7 @@ def test_defaults_are_the_designs():
 
 def test_every_limit_of_the_core_can_be_set():
     shares = {name: "0.75" for name in Settings.model_fields if name.endswith("_share")}
-    counts = {name: "77777" for name in Settings.model_fields if name in COUNTS or name.endswith("_ms")}
+    counts = {name: "77777" for name in Settings.model_fields if name in COUNTS or name.endswith(("_ms", "_us"))}
     sizes = dict.fromkeys(("page_size", "slice_size", "records_size"), "123KiB")
     changed = load_settings(**shares, **counts, **sizes).core_limits()
     unchanged = CoreLimits()

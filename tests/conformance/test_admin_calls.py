@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason
-from kvgrpc.core.types import Held, Role, SpaceRef, TokenRange
+from kvgrpc.core.types import Held, Role, SpaceRef, TokenRange, Warmed
 from tests.conformance.engine import Engine, refused, tokens
 from tests.conformance.places import CHUNK, L1_BYTES, Place
 
@@ -120,6 +120,13 @@ async def test_pins_of_operators(place: Place, engine: Engine) -> None:
     assert await place.admin.unpin(held.pin_id) == 2
     assert await refused(place.admin.unpin(held.pin_id)) is Reason.PIN_UNKNOWN
     assert await refused(place.admin.pin(SpaceRef(b"?" * 16), tokens(1), 1000)) is Reason.SPACE_UNKNOWN
+
+
+async def test_warm_says_what_is_there(place: Place, engine: Engine) -> None:
+    await engine.store(tokens(2))
+    assert await place.admin.warm(engine.space, tokens(3), 2000) == Warmed(2 * CHUNK)
+    assert (await place.admin.get_status()).pins == 0
+    assert await refused(place.admin.warm(SpaceRef(b"?" * 16), tokens(1), 1000)) is Reason.SPACE_UNKNOWN
 
 
 async def test_an_engine_is_drained(place: Place, engine: Engine) -> None:

@@ -30,6 +30,8 @@ class Desk:
     now: int = 0
     auto: bool = True
     """Slices are reported at once, as done."""
+    auto_writes: bool = True
+    """Writes to tiers, too."""
 
     def __post_init__(self) -> None:
         defaults = t.CoreLimits()
@@ -42,6 +44,8 @@ class Desk:
         self.probes: dict[int, t.ProbeTiers] = {}
         self.reads: dict[int, t.ReadTier] = {}
         self.cancelled: set[int] = set()
+        self.writes: dict[int, t.WriteObject] = {}
+        self.written: list[t.WriteObject] = []
         self.unmapped: list[tuple[str, int]] = []
         self.gone: list[str] = []
         self.jobs_done: list[bytes] = []
@@ -70,6 +74,8 @@ class Desk:
                     self.reads[action.read_id] = action
                 case t.CancelRead(read_id):
                     self.cancelled.add(read_id)
+                case t.WriteObject():
+                    self.writes[action.write_id] = action
                 case t.JobDone(job_id):
                     self.jobs_done.append(job_id)
                 case t.Unmap(client_id, mapping_id):
@@ -79,6 +85,8 @@ class Desk:
                 case t.EngineDraining(client_id):
                     self.draining.append(client_id)
         check(self.book)
+        if self.auto_writes:
+            self.end_writes()
         if self.auto:
             self.run_copies()
 
@@ -114,6 +122,18 @@ class Desk:
         while self.reads:
             self.end_read(ok)
 
+    def end_write(self, ok: bool = True) -> t.WriteObject:
+        """Reports the oldest write to a tier."""
+        write = self.writes.pop(next(iter(self.writes)))
+        self.written += [write] * ok
+        self.book.write_done(self.now, write.write_id, ok)
+        self.step()
+        return write
+
+    def end_writes(self, ok: bool = True) -> None:
+        while self.writes:
+            self.end_write(ok)
+
     def pass_time(self, ns: int) -> None:
         """Lets time pass as the driver does: a tick whenever the bookkeeper wants to be woken."""
         end = self.now + ns
@@ -129,6 +149,7 @@ class Desk:
         """Ends every copy and read, and reclaims what a Clear left."""
         self.run_copies()
         self.end_reads()
+        self.end_writes()
         self.pass_time(t.S // 10)
 
     # ---- looking ----------------------------------------------------------------------------------------------------

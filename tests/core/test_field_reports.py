@@ -134,7 +134,7 @@ def test_shared_kv_is_locked_for_every_reader_of_every_stage(stages: int, prefet
     fill(e)
     assert desk.counts.pins == 8
     assert e.retrieve(job, worker=last) == "8 LOADED"
-    desk.book.prefetcher.tiers = ()
+    desk.book.writes.lanes.clear()
     fill(e)
     assert (e.hits("A", 8), desk.counts.pins) == (0, 0)
 
@@ -154,7 +154,7 @@ def test_a_free_counts_readers_as_the_lookup_did(prefetched: bool):
         e.free(job, tp_size=1)
     assert e.free(job, readers=[Reader(0, 1)]) == 8
     assert desk.counts.pins == 3 * 8
-    desk.book.prefetcher.tiers = ()
+    desk.book.writes.lanes.clear()
     fill(e)
     assert e.lookup("A", 8, request="probe").status.hit_tokens == 8 * CHUNK, "still pinned: three are left"
     e.end("probe")

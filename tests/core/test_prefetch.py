@@ -311,3 +311,53 @@ def test_a_store_and_a_prefetch_of_one_chunk():
     assert e.ended() == "1 RESIDENT, 2 BEING_WRITTEN"
     desk.end_reads()
     assert e.query(again) == status(3, {"l1": 1, "disk": 2})
+
+
+def warm(desk: Desk, e: EngineDesk, chunks: int, wait_ns: int = S) -> t.Warmed | None:
+    warmed = desk.book.lookups.warm(desk.now, e.space, e.content("a", chunks).keys, wait_ns, b"w" * 16)
+    desk.step()
+    return warmed
+
+
+def test_warm_fills_the_arena_and_pins_nothing():
+    desk, e = tiered()
+    e.store("a", 1)
+    assert warm(desk, e, 4) is None
+    desk.answer_probe("disk", "disk", "")
+    desk.end_reads()
+    assert desk.jobs_done == [b"w" * 16]
+    assert desk.book.lookups.warmed(b"w" * 16) == t.Warmed(3 * CHUNK)
+    assert (desk.counts.pins, desk.counts.jobs, desk.states()) == (0, 0, "61 free, 3 ready")
+    assert e.lookup("a", 3).status == status(3, {"l1": 3})
+    assert desk.book.counters["warmed_tokens"] == 2 * CHUNK
+
+
+def test_warm_ends_in_its_time_and_gives_everything_back():
+    desk, e = tiered()
+    assert warm(desk, e, 4) is None
+    desk.answer_probe("disk")
+    desk.end_read()
+    desk.pass_time(S)
+    assert desk.book.lookups.warmed(b"w" * 16) == t.Warmed(CHUNK, "PREFETCH_TIMEOUT")
+    desk.settle()
+    assert desk.states() == "63 free, 1 ready"
+
+
+def test_warm_that_nobody_waits_for_is_ended():
+    desk, e = tiered()
+    assert warm(desk, e, 4) is None
+    desk.answer_probe("disk")
+    desk.book.lookups.warmed(b"w" * 16)
+    desk.step()
+    assert len(desk.cancelled) == 4
+    desk.settle()
+    assert (desk.states(), desk.counts.jobs) == (FREE, 0)
+
+
+def test_warm_of_what_is_there_or_without_tiers_is_answered_at_once():
+    desk, e = tiered()
+    e.store("a", 2)
+    assert warm(desk, e, 2) == t.Warmed(2 * CHUNK)
+    desk = Desk()
+    e = desk.engine()
+    assert warm(desk, e, 2) == t.Warmed(0)

@@ -9,16 +9,57 @@ from tests.core.desk import CHUNK, OBJECT, Desk
 from tests.core.test_prefetch import status, tiered
 
 
-def test_reads_in_flight_have_a_budget():
-    desk = Desk(chunks=16, tiers=("disk",), limits=t.CoreLimits(prefetch_share=0.25))
+def test_reads_in_flight_have_a_budget_and_lookups_wait_for_it_in_turn():
+    desk = Desk(chunks=16, tiers=("disk",), limits=t.CoreLimits(prefetch_share=0.25, pin_share=1.0))
     e = desk.engine()
     one, two = e.lookup("a", 6), e.lookup("b", 6)
     desk.answer_probe("disk")
     desk.answer_probe("disk")
-    assert len(desk.reads) == 4
-    assert e.query(two) == status(0, {}, "PREFETCH_LIMIT", pinned=False)
+    for _ in range(9):
+        assert len(desk.reads) == 4
+        desk.end_read()
+    assert (e.query(one), e.query(two).done) == (status(6, {"disk": 6}), False)
     desk.end_reads()
-    assert e.query(one) == status(4, {"disk": 4}, "PREFETCH_LIMIT")
+    assert e.query(two) == status(6, {"disk": 6})
+
+
+def test_a_lookup_that_waits_for_others_reads_ends_with_what_is_ready_and_says_so():
+    desk = Desk(chunks=16, tiers=("disk",), limits=t.CoreLimits(prefetch_share=0.25, pin_share=1.0))
+    e = desk.engine()
+    one, two = e.lookup("a", 6), e.lookup("b", 6)
+    desk.answer_probe("disk")
+    desk.answer_probe("disk")
+    desk.end_read()
+    desk.pass_time(t.CoreLimits().prefetch_wait_ns)
+    assert e.query(one) == status(1, {"disk": 1}, "PREFETCH_TIMEOUT")
+    assert e.query(two) == status(0, {}, "PREFETCH_TIMEOUT", pinned=False)
+    desk.settle()
+    e.free(one)
+    desk.pass_time(6 * t.S)
+    assert desk.states() == "15 free, 1 ready"
+
+
+def test_a_read_that_failed_ends_the_prefix_for_who_waits_to_plan_on():
+    desk = Desk(chunks=16, tiers=("disk",), limits=t.CoreLimits(prefetch_share=0.25, pin_share=1.0))
+    e = desk.engine()
+    job = e.lookup("a", 6)
+    desk.answer_probe("disk")
+    desk.end_read()
+    desk.end_read(ok=False)
+    desk.end_reads()
+    assert e.query(job) == status(1, {"disk": 1}, "PREFETCH_FAILED")
+
+
+def test_the_wait_grows_with_what_is_missing_up_to_a_cap():
+    limits = t.CoreLimits(prefetch_wait_ns=t.S, prefetch_wait_token_ns=t.MS * 10, prefetch_wait_most_ns=2 * t.S)
+    for chunks, waits in ((1, t.S + 16 * 10 * t.MS), (4, t.S + 64 * 10 * t.MS), (20, 2 * t.S)):
+        desk = Desk(tiers=("disk",), limits=limits)
+        e = desk.engine()
+        job = e.lookup("a", chunks)
+        desk.pass_time(waits - 1)
+        assert not e.query(job).done
+        desk.pass_time(1)
+        assert e.query(job) == status(0, {}, "PREFETCH_TIMEOUT", pinned=False)
 
 
 def test_prefetch_keeps_within_the_pin_budget_also_for_what_is_resident_behind_a_hole():

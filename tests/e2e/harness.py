@@ -40,6 +40,7 @@ from kvgrpc.core.types import (
     SpaceIdentity,
     SpaceRef,
     TokenRange,
+    WritePolicy,
 )
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
@@ -176,6 +177,7 @@ async def local_server(
     workers: int = 8,
     gates: Gates | None = None,
     allowed_uids: frozenset[int] = frozenset({os.geteuid()}),
+    writes: WritePolicy = WritePolicy.NONE,
     telemetry: TelemetryOptions | None = None,
     **options: Any,
 ) -> AsyncIterator[LocalServer]:
@@ -183,6 +185,7 @@ async def local_server(
     limits = limits or CoreLimits(chunk_tokens=CHUNK, page_bytes=4096)
     arena = Arena(l1_bytes)
     book = Bookkeeper(limits, l1_bytes, (tier.name,) if tier else ())
+    book.set_write_policy("", writes)
     gates = gates or Gates()
     hands = Hands(
         mover=SharedMemoryMover(arena, limits.chunk_tokens, allowed_uids, gates=gates),

@@ -77,7 +77,7 @@ async def load_right(engine: Engine, job_id: bytes, chunks: int) -> None:
 
 async def settled(server: LocalServer) -> None:
     """Nothing pinned, read or being written; then everything adds up."""
-    await until(lambda: server.counts() == (0, 0, 0) and not server.driver.reads_in_flight("memory"), 10, "rest")
+    await until(lambda: server.counts() == (0, 0, 0) and not server.driver.below.reads_in_flight("memory"), 10, "rest")
     server.check()
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from kvgrpc import api
+from kvgrpc.breaker import BreakerSettings
 from kvgrpc.client import SchedulerClient, SchedulerOptions, WorkerClient, WorkerOptions
-from kvgrpc.client.breaker import BreakerSettings
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.copies import CopyFuture
 from kvgrpc.core.types import ChunkResult, SpaceIdentity, TokenRange

@@ -24,6 +24,8 @@ from kvgrpc.core.types import (
     SliceReport,
     SpaceRef,
     Unmap,
+    WriteObject,
+    WritePolicy,
 )
 from tests.model.cluster import (
     ARENA_BYTES,
@@ -46,9 +48,11 @@ ObjectOf = tuple[Place, int, bytes, int]
 class Bench:
     """``ask`` is the only way to the core."""
 
-    def __init__(self, slice_tokens: int, tiers: tuple[str, ...]) -> None:
+    def __init__(self, slice_tokens: int, tiers: tuple[str, ...], policy: WritePolicy = WritePolicy.THROUGH) -> None:
         self.limits = limits(slice_tokens)
         self.book = Bookkeeper(self.limits, ARENA_BYTES, tiers)
+        self.book.set_write_policy("", policy)
+        self.policy = policy
         self.oracle = Oracle()
         self.now = 1
         self.engines: list[EngineModel] = []
@@ -56,6 +60,7 @@ class Bench:
         self.probes: dict[int, ProbeTiers] = {}
         self.reads: dict[int, ReadTier] = {}
         self.cancelled: set[int] = set()
+        self.writes: dict[int, WriteObject] = {}
         self.names: dict[str, ObjectOf] = {}
         self.digests: list[tuple[Place, bytes, int]] = []
         self.keys: set[bytes] = set()
@@ -158,6 +163,12 @@ class Bench:
         elif isinstance(action, ReadTier):
             self.reads[action.read_id] = action
             oracle.read_ordered(action.read_id, *self.name_of(action.object.name))
+        elif isinstance(action, WriteObject):
+            place, version, key, rank = self.name_of(action.object.name)
+            assert self.policy is not WritePolicy.NONE
+            assert (version, key, rank) in place.stored | place.maybe, "what was never stored is written to a tier"
+            assert all(w.object.name != action.object.name for w in self.writes.values()), "written twice at a time"
+            self.writes[action.write_id] = action
         elif isinstance(action, CancelRead):
             assert action.read_id in self.reads
             self.cancelled.add(action.read_id)
@@ -220,6 +231,10 @@ class Bench:
             sure = read_id not in self.cancelled
             (place.stored if sure else place.maybe).add((version, key, rank))
         self.ask(lambda now: self.book.read_done(now, read_id, ok))
+
+    def write_ended(self, write_id: int, ok: bool) -> None:
+        del self.writes[write_id]
+        self.ask(lambda now: self.book.write_done(now, write_id, ok))
 
     def finish_lookup(self, job_id: bytes, status: PrefetchStatus) -> None:
         """A pending lookup is final: what is hit has arrived, and what was there has not gone."""

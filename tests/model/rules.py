@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import LookupCommand
+from kvgrpc.core.types import LookupCommand, WritePolicy
 from tests.model.bench import Bench
 from tests.model.cluster import KINDS, EngineModel, Member
 from tests.model.oracle import Job, Kind, Place
@@ -28,10 +28,13 @@ class Rules(RuleBasedStateMachine):
     @initialize(
         slice_tokens=st.sampled_from([3, 4, 9, 1000]),
         tiers=st.sampled_from([(), ("disk",)]),
+        policy=st.sampled_from(WritePolicy),
         kinds=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([1, 2, 4])), min_size=1, max_size=3),
     )
-    def begin(self, slice_tokens: int, tiers: tuple[str, ...], kinds: list[tuple[Kind, int]]) -> None:
-        self.bench = Bench(slice_tokens, tiers)
+    def begin(
+        self, slice_tokens: int, tiers: tuple[str, ...], policy: WritePolicy, kinds: list[tuple[Kind, int]]
+    ) -> None:
+        self.bench = Bench(slice_tokens, tiers, policy)
         self.has_tiers = bool(tiers)
         self.commands: dict[bytes, LookupCommand] = {}
         self.operator_pins: dict[bytes, tuple[int, int, Place, int]] = {}

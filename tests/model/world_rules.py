@@ -178,3 +178,8 @@ class WorldRules(Rules):
     @rule(number=pick, ok=st.booleans())
     def end_read(self, number: int, ok: bool) -> None:
         self.bench.read_ended(list(self.bench.reads)[number % len(self.bench.reads)], ok)
+
+    @precondition(lambda self: bool(self.bench.writes))
+    @rule(number=pick, ok=st.booleans())
+    def end_write(self, number: int, ok: bool) -> None:
+        self.bench.write_ended(list(self.bench.writes)[number % len(self.bench.writes)], ok)

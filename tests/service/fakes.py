@@ -18,6 +18,7 @@ from kvgrpc.core.types import (
     PrefetchStatus,
     Role,
     SpaceRef,
+    Warmed,
 )
 
 EPOCH = bytes(range(16))
@@ -74,6 +75,10 @@ class FakeCache:
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
         await self.act("", "bump_generation", (model, space_base))
         return Cleared(3, 0, 9)
+
+    async def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
+        await self.act("", "warm", (space, content, wait_ms))
+        return Warmed(256)
 
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
         await self.act("", "pin", (space, content, ttl_ms))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from kvgrpc.core.plans import SKIPPED
-from kvgrpc.core.types import Direction, ReadTier, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, ReadTier, RunSlice, SliceReport, WriteObject
 from tests.sim.calls import Call
 from tests.sim.loop import PromiseError
 from tests.sim.memory import CELL_BYTES, Cell, cells_of
@@ -128,4 +128,31 @@ class TierRead(Flight):
     def end(self) -> bool:
         """Makes what is left of the moves; whether all is well."""
         self.advance(len(self._contents))
+        return self.ok
+
+
+class TierWrite(Flight):
+    """An object on its way from the arena into a tier: cell by cell it takes what lies there."""
+
+    def __init__(self, order: WriteObject, arena: list[Cell]) -> None:
+        self.ok = True
+        self.order = order
+        self.taken: list[Cell] = []
+        self._arena = arena
+        cells = order.object.size_bytes // CELL_BYTES
+        self._addresses = cells_of(order.extents)[:cells]
+        if len(self._addresses) < cells:
+            raise PromiseError(f"{order.object.size_bytes} bytes are written of a slot that has less")
+        super().__init__(cells, self._addresses, writes_arena=False)
+
+    def move(self, number: int) -> None:
+        self.taken.append(self._arena[self._addresses[number]])
+
+    def doom(self, share: float) -> None:
+        self.ok = False
+        self.plan = int(share * len(self._addresses))
+
+    def end(self) -> bool:
+        """Takes what is left; whether all is well."""
+        self.advance(len(self._addresses))
         return self.ok

@@ -26,9 +26,10 @@ from kvgrpc.core.types import (
     S,
     SessionEnded,
     Unmap,
+    WriteObject,
 )
 from tests.sim.calls import Call, check_retrieve, check_store
-from tests.sim.flights import Copy, Flight, TierRead
+from tests.sim.flights import Copy, Flight, TierRead, TierWrite
 from tests.sim.loop import Loop, PromiseError, Signal
 from tests.sim.memory import CELL_BYTES, Cell, EngineMemory
 from tests.sim.tiers import Tiers
@@ -55,6 +56,7 @@ class Hands:
         self.arena: list[Cell] = ["never written"] * arena_cells
         self.copies: dict[int, Copy] = {}
         self.reads: dict[int, TierRead] = {}
+        self.writes: dict[int, TierWrite] = {}
         self.probes = 0
         self.mappings: dict[int, EngineMemory] = {}
         self.calls: dict[tuple[str, int], Call] = {}
@@ -114,12 +116,12 @@ class Hands:
     def move_bytes(self) -> None:
         """Called after every event: whatever is on its way gets on by some cells."""
         waiting = {line[1] for line in self._lines() if len(line) > 1}
-        for flight in (*self.copies.values(), *self.reads.values()):
+        for flight in (*self.copies.values(), *self.reads.values(), *self.writes.values()):
             if flight not in waiting and self.rng.random() < flight.pace:
                 flight.advance(self.rng.randint(1, 6))
 
     def under_way(self) -> int:
-        return len(self.copies) + len(self.reads) + self.probes
+        return len(self.copies) + len(self.reads) + len(self.writes) + self.probes
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -152,6 +154,8 @@ class Hands:
             self._probe(action)
         elif isinstance(action, ReadTier):
             self._start_read(action)
+        elif isinstance(action, WriteObject):
+            self._start_write(action)
         elif isinstance(action, CancelRead):
             if action.read_id not in self.reads:
                 raise PromiseError("a read is cancelled that is not under way")
@@ -207,7 +211,7 @@ class Hands:
         return self.rng.choice((2 * MS, 2 * MS, 10 * MS, 40 * MS, 300 * MS)) * self.rng.randint(1, 100) // 100
 
     def _check_clash(self, flight: Flight) -> None:
-        for other in (*self.copies.values(), *self.reads.values()):
+        for other in (*self.copies.values(), *self.reads.values(), *self.writes.values()):
             if flight.clashes_with(other):
                 raise PromiseError("two copies touch the same arena bytes, and one of them writes")
 
@@ -314,3 +318,24 @@ class Hands:
         if ok:
             self.tiers.arrived(read.order.object.name)
         self.ask(lambda now: self.book.read_done(now, read_id, ok))
+
+    def _start_write(self, order: WriteObject) -> None:
+        write = TierWrite(order, self.arena)
+        self._check_clash(write)
+        write.pace = self.rng.choice(PACES)
+        self.writes[order.write_id] = write
+        chance = self.rng.random()
+        if chance < 0.15:
+            write.doom(self.rng.random())
+        delay = self.rng.choice((0, 1, 5, 20, 120, 400)) * MS
+        if chance < 0.02 and not self.closing:
+            delay = self.rng.randint(1, 3) * S  # hangs
+        self.loop.at(self.loop.now + delay, self._end_write, order.write_id)
+
+    def _end_write(self, write_id: int) -> None:
+        write = self.writes.pop(write_id)
+        ok = write.end()
+        if ok:
+            self.tiers.keep(write.order.object.name, write.order.tier, write.taken)
+        no_room = not ok and self.rng.random() < 0.3
+        self.ask(lambda now: self.book.write_done(now, write_id, ok, no_room))

@@ -20,6 +20,7 @@ from kvgrpc.core.sessions import Client
 from kvgrpc.core.slots import Slot, Slots
 from kvgrpc.core.states import SlotState
 from kvgrpc.core.types import Cleared
+from kvgrpc.core.writes import WriteBehind
 
 
 def no_settling(stack: ExitStack) -> None:
@@ -92,9 +93,26 @@ def no_read_pin(stack: ExitStack) -> None:
     stack.enter_context(patch.object(RetrievePlan, "finish", end))
 
 
+def no_write_pin(stack: ExitStack) -> None:
+    """What is being written to a tier is in nobody's use: it may be evicted, or freed by a Clear."""
+    launch, done = WriteBehind._launch, WriteBehind.write_done
+
+    def unpinned(self: WriteBehind) -> None:
+        before = set(self.flights)
+        launch(self)
+        self._index.end_writes([self.flights[one].chunk for one in self.flights if one not in before])
+
+    def end(self: WriteBehind, write_id: int, ok: bool, no_room: bool) -> None:
+        self.flights[write_id].chunk.writes += 1
+        done(self, write_id, ok, no_room)
+
+    stack.enter_context(patch.object(WriteBehind, "_launch", unpinned))
+    stack.enter_context(patch.object(WriteBehind, "write_done", end))
+
+
 MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     mutant.__name__.replace("_", "-"): mutant
-    for mutant in (no_settling, no_read_pin, no_doomed, no_reader_once, no_tail_first, no_fence)
+    for mutant in (no_settling, no_read_pin, no_doomed, no_reader_once, no_tail_first, no_fence, no_write_pin)
 }
 
 

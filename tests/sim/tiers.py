@@ -43,6 +43,7 @@ class Tiers:
         self._meanings: dict[str, tuple[Space, bytes, int, int]] = {}
         self._stored: dict[str, Stored] = {}
         self._objects: list[tuple[Space, bytes, int, int]] = []
+        self.written = 0
 
     def know(self, space: Space, keys: list[bytes], kv_ranks: int, cells: int) -> None:
         """The space's objects can be asked for from now on."""
@@ -62,6 +63,16 @@ class Tiers:
             raise PromiseError("a tier is asked for an object that it does not have")
         cells = self._meaning(name)[3]
         return [stored.space.content(stored.version, stored.key, stored.kv_rank, cell) for cell in range(cells)]
+
+    def keep(self, name: str, tier: str, cells: list[Cell]) -> None:
+        """An object was written: it must be what its name says, whole and of one version."""
+        space, key, rank, count = self._meaning(name)
+        versions = {cell[1] for cell in cells if isinstance(cell, tuple) and len(cell) == 5}
+        version = versions.pop() if len(versions) == 1 else -1
+        if cells != [space.content(version, key, rank, cell) for cell in range(count)]:
+            raise PromiseError(f"a tier is given {cells[:3]} under the name of key {key.hex()[:8]}, rank {rank}")
+        self._stored[name] = Stored(space, version, key, rank, tier)
+        self.written += 1
 
     def arrived(self, name: str) -> None:
         stored = self._stored[name]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, ChunkKeys, CoreLimits, S, SpaceIdentity, SpaceRef
+from kvgrpc.core.types import MS, ChunkKeys, CoreLimits, S, SpaceIdentity, SpaceRef, WritePolicy
 from tests.sim.engine import Client, Engine, Kind
 from tests.sim.hands import Hands
-from tests.sim.loop import Loop, Process, PromiseError
+from tests.sim.loop import Loop, Process, PromiseError, Signal
 from tests.sim.memory import CELL_BYTES, EngineMemory, Group, Shape
 from tests.sim.requests import Request
 from tests.sim.tiers import Tiers
@@ -57,6 +57,7 @@ class World:
         tiers = Tiers(rng, names, rng.choice((0.3, 0.7)))
         self.hands = Hands(self.loop, rng, self._limits(biggest), arena_cells, tiers, verbose)
         self.hands.check_every *= with_invariants
+        self.hands.book.set_write_policy("", rng.choice(list(WritePolicy)))
         for identity, family in zip(identities, families, strict=True):
             self._make_model(identity, family)
 
@@ -89,6 +90,10 @@ class World:
             settling_share=rng.choice((0.05, 0.5, 1.0, 1.0)),
             prefetch_share=rng.choice((0.25, 1.0)),
             prefetch_wait_ns=60 * MS,
+            write_share=rng.choice((0.125, 0.5)),
+            write_ahead_share=rng.choice((0.25, 1.0)),
+            writes_in_flight=rng.choice((1, 3, 8)),
+            writes_queued=rng.choice((2, 64)),
             jobs_per_engine=rng.choice((4, 64)),
             victims_per_turn=rng.choice((1, 3, 1024)),
             call_record_ns=1500 * MS,
@@ -170,8 +175,9 @@ class World:
             self._reregister,
             self._drain,
             self._quota,
+            self._warm,
         )
-        weights = (3, 3, 4, 2, 3, 2, 0.3, 0.5)
+        weights = (3, 3, 4, 2, 3, 2, 0.3, 0.5, 3)
         while True:
             yield self.rng.choice((20, 60, 120)) * MS
             if self.hands.closing:
@@ -274,6 +280,27 @@ class World:
         except Refusal as refusal:
             if refusal.reason is not Reason.PIN_UNKNOWN or self.loop.now < hold.until_ns:
                 raise
+
+    def _warm(self) -> None:
+        """An operator has a prefix read ahead of its traffic."""
+        model = self.rng.choice(self.models)
+        ref, _ = self.rng.choice(model.spaces)
+        self.loop.spawn(self._read_ahead(self.rng.choice(model.prompts), ref))
+
+    def _read_ahead(self, prompt: Prompt, ref: SpaceRef) -> Process:
+        lookups, rng = self.hands.book.lookups, self.rng
+        job_id, wait_ns = rng.randbytes(16), rng.choice((5, 60)) * MS
+        try:
+            warmed = self.hands.ask(lambda now: lookups.warm(now, ref, prompt.keys, wait_ns, job_id))
+        except Refusal as refusal:
+            if refusal.reason not in (Reason.JOB_LIMIT, Reason.RECORD_LIMIT):
+                raise
+            return
+        if warmed is None:
+            yield self.hands.jobs.setdefault(job_id, Signal()) if rng.random() < 0.7 else rng.randint(0, 30) * MS
+            warmed = self.hands.ask(lambda _: lookups.warmed(job_id))
+        if warmed.resident_tokens > len(prompt.keys) * CHUNK_TOKENS:
+            raise PromiseError(f"{len(prompt.keys)} chunks were warmed, but there are {warmed}")
 
     def _reregister(self) -> None:
         """A worker takes its memory back, or shares it anew."""

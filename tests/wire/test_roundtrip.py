@@ -26,6 +26,7 @@ from kvgrpc.core.types import (
     SpaceIdentity,
     SpaceRef,
     TokenRange,
+    Warmed,
 )
 from kvgrpc.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2
 from kvgrpc.wire import admin, cache, engine
@@ -202,6 +203,9 @@ def test_admin_acts() -> None:
     assert admin.decode_bump_response(over_the_wire(admin.encode_bump_response(Cleared(5, 0, 3)))) == Cleared(5, 0, 3)
     pin = (SPACE, tokens(1, 2), 1000)
     assert admin.decode_pin_request(over_the_wire(admin.encode_pin_request(*pin))) == pin
+    assert admin.decode_warm_request(over_the_wire(admin.encode_warm_request(*pin))) == pin
+    warmed = Warmed(512, "PREFETCH_LIMIT")
+    assert admin.decode_warm_response(over_the_wire(admin.encode_warm_response(warmed))) == warmed
     held = Held(b"p" * 16, 256)
     assert admin.decode_pin_response(over_the_wire(admin.encode_pin_response(held))) == held
     assert admin.decode_unpin_request(admin_pb2.UnpinRequest(pin_id=b"p" * 16)) == b"p" * 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Circuit breaker: after some failures in a row, ask only now and then.
+"""Circuit breaker, of clients and of tiers: after some failures in a row, ask only now and then.
 
 closed -- failures in a row reach the limit --> open -- its delay is over, one caller may try --> trying
 trying -- success --> closed;  trying -- failure --> open, with twice the delay up to the ceiling

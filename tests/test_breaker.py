@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvgrpc.client.breaker import Breaker, BreakerSettings, Permit
+from kvgrpc.breaker import Breaker, BreakerSettings, Permit
 
 S = 1_000_000_000
 

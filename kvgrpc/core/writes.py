@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copying down to lower tiers what stores have brought, behind their backs.
+
+An object that is to be written waits in a bounded queue for each tier, where nothing keeps it: when it is evicted or
+cleared meanwhile it is not written. While it is written its chunk is in use, as by a store: it is not evicted, and what
+a Clear takes away stays DOOMED until the write is reported. So a tier that is slow costs the objects that do not get
+their turn, and one that fails gets one object at a time until one succeeds; stores and lookups never wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from kvgrpc.core.index import Chunk, Index, Space
+from kvgrpc.core.keys import describe, object_name
+from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.slots import Slot
+from kvgrpc.core.states import FREE
+from kvgrpc.core.types import ObjectName, WriteObject, WritePolicy
+
+_AHEAD_MOST = 1024
+"""Chunks that are looked at, from the next victim on, for some that were not written yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """One object on its way into a tier."""
+
+    lane: Lane
+    chunk: Chunk
+    kv_rank: int
+    slot: Slot
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What one tier is to get. ``failing``: its last write failed."""
+
+    tier: str
+    number: int
+    queue: deque[tuple[Chunk, int]] = field(default_factory=deque[tuple[Chunk, int]])
+    flights: int = 0
+    flying_bytes: int = 0
+    failing: bool = False
+
+
+class WriteBehind:
+    """Says what is written when. A chunk's ``kept`` has a bit for each tier and KV rank: it has the object, or will."""
+
+    def __init__(self, ledger: Ledger, index: Index, tiers: tuple[str, ...]) -> None:
+        self._ledger = ledger
+        self._index = index
+        self.lanes = [Lane(tier, number) for number, tier in enumerate(tiers)]
+        self.flights: dict[int, Write] = {}
+        self.policies: dict[str, WritePolicy] = {}
+        """By model; "" is any other."""
+
+    def _policy(self, space: Space) -> WritePolicy:
+        policies = self.policies
+        return policies.get(space.facts.identity.model) or policies.get("", WritePolicy.THROUGH)
+
+    # ---- what happens -----------------------------------------------------------------------------------------------
+
+    def stored(self, chunks: Sequence[Chunk], kv_rank: int) -> None:
+        """A store has filled these objects of one table."""
+        if self.lanes and chunks and chunks[0].table.live:
+            policy = self._policy(chunks[0].table.space)
+            if policy is WritePolicy.THROUGH:
+                self._offer(chunks, 1 << kv_rank)
+            elif policy is WritePolicy.EVICTION:
+                self._write_ahead()
+            self._launch()
+
+    def used(self, chunks: Sequence[Chunk]) -> None:
+        """A lookup has found these chunks of one table."""
+        if self.lanes and chunks and self._policy(chunks[0].table.space) is WritePolicy.SECOND_USE:
+            self._offer(chunks, -1)
+            self._launch()
+
+    def has(self, chunk: Chunk, kv_rank: int, tier: str) -> None:
+        """The tier has the object: it has just come from there."""
+        for lane in self.lanes:
+            if lane.tier == tier:
+                chunk.kept |= self._bit(lane, kv_rank)
+
+    def write_done(self, write_id: int, ok: bool, no_room: bool) -> None:
+        """A write has ended; nothing reads its slot any more. ``no_room``: it failed, but the tier is well."""
+        write = self.flights.pop(write_id)
+        lane = write.lane
+        lane.flights -= 1
+        lane.flying_bytes -= write.slot.taken_bytes
+        lane.failing = not ok and not no_room
+        self._ledger.counters["written_objects" if ok else "failed_writes"] += 1
+        if not ok:
+            self._skip(lane, write.chunk, write.kv_rank)
+            while lane.queue and lane.failing:
+                self._skip(lane, *lane.queue.popleft())
+        self._index.end_writes((write.chunk,))
+        self._launch()
+
+    # ---- queues -----------------------------------------------------------------------------------------------------
+
+    def _bit(self, lane: Lane, kv_rank: int) -> int:
+        return 1 << kv_rank * len(self.lanes) + lane.number
+
+    def _skip(self, lane: Lane, chunk: Chunk, kv_rank: int) -> None:
+        chunk.kept &= ~self._bit(lane, kv_rank)
+        self._ledger.counters["skipped_writes"] += 1
+
+    def _offer(self, chunks: Iterable[Chunk], ranks: int) -> None:
+        """Queues those ready objects of these KV ranks that a tier does not have."""
+        most = self._ledger.limits.writes_queued
+        for chunk in chunks:
+            for rank in chunk.slots:
+                if not (chunk.ready & ranks) >> rank & 1:
+                    continue
+                for lane in self.lanes:
+                    bit = self._bit(lane, rank)
+                    if chunk.kept & bit:
+                        continue
+                    if len(lane.queue) >= (1 - lane.flights if lane.failing else most):
+                        self._ledger.counters["skipped_writes"] += 1
+                        continue
+                    chunk.kept |= bit
+                    lane.queue.append((chunk, rank))
+
+    def _write_ahead(self) -> None:
+        """When memory becomes short, what is next to be evicted is written before it is."""
+        slots = self._index.slots
+        ahead = slots.total_bytes * self._ledger.limits.write_ahead_share - slots.bytes_by_state[FREE]
+        order = chain.from_iterable(queue.order for queue in self._index.eviction.queues)
+        for chunk in islice(order, _AHEAD_MOST):
+            if ahead <= 0:
+                break
+            ahead -= chunk.ready_bytes
+            if self._policy(chunk.table.space) is WritePolicy.EVICTION:
+                self._offer((chunk,), -1)
+
+    def _launch(self) -> None:
+        """Orders as many writes as may be under way."""
+        limits, total_bytes = self._ledger.limits, self._index.slots.total_bytes
+        for lane in self.lanes:
+            while lane.queue and lane.flights < (1 if lane.failing else limits.writes_in_flight):
+                chunk, rank = lane.queue[0]
+                slot = chunk.slots.get(rank)
+                if slot is None or not chunk.table.live or not chunk.ready >> rank & 1:
+                    lane.queue.popleft()
+                    self._skip(lane, chunk, rank)
+                    continue
+                if lane.flights and lane.flying_bytes + slot.taken_bytes > total_bytes * limits.write_share:
+                    break
+                lane.queue.popleft()
+                lane.flights += 1
+                lane.flying_bytes += slot.taken_bytes
+                chunk.writes += 1
+                write_id = self._ledger.next_id()
+                self.flights[write_id] = Write(lane, chunk, rank, slot)
+                self._ledger.outbox.append(WriteObject(write_id, lane.tier, _name(chunk, rank, slot), slot.extents))
+
+
+def _name(chunk: Chunk, kv_rank: int, slot: Slot) -> ObjectName:
+    space = chunk.table.space
+    order = space.facts.orders[kv_rank]
+    name = object_name(space.digest, space.version, chunk.key, kv_rank, order)
+    return ObjectName(name, slot.size_bytes, describe(space.digest, space.version, chunk.key, kv_rank, order))
