@@ -77,8 +77,10 @@ class WriteBehind:
     def used(self, chunks: Sequence[Chunk]) -> None:
         """A lookup has found these chunks of one table."""
         if self.lanes and chunks and self._policy(chunks[0].table.space) is WritePolicy.SECOND_USE:
-            self._offer(chunks, -1)
-            self._launch()
+            full = (1 << chunks[0].table.space.facts.identity.kv_world_size * len(self.lanes)) - 1
+            if wanted := [chunk for chunk in chunks if chunk.kept != full]:
+                self._offer(wanted, -1)
+                self._launch()
 
     def has(self, chunk: Chunk, kv_rank: int, tier: str) -> None:
         """The tier has the object: it has just come from there."""
@@ -114,6 +116,9 @@ class WriteBehind:
         """Queues those ready objects of these KV ranks that a tier does not have."""
         most = self._ledger.limits.writes_queued
         for chunk in chunks:
+            if all(lane.failing and lane.flights + len(lane.queue) for lane in self.lanes):
+                self._ledger.counters["skipped_writes"] += 1
+                break  # nobody takes more for now; the rest is not even counted
             for rank in chunk.slots:
                 if not (chunk.ready & ranks) >> rank & 1:
                     continue
