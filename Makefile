@@ -101,7 +101,7 @@ build/protobuf7: $(STAMP)
 
 test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes messages, on protobuf 7
 	@PYTHONPATH=build/protobuf7 $(PY) -c 'import google.protobuf as p; assert p.__version__.startswith("7."), p.__version__'
-	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client
+	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client tests/fuzz tests/telemetry/test_traces.py
 
 # The C++ tests, without Python, one program a sanitizer.
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all

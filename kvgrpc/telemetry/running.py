@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvgrpc.telemetry.scrape import ScrapeEndpoint
     from kvgrpc.telemetry.tracing import Tracing
 
-READ_S = 1.0
+READ_S = 5.0
 """What the event loop gets for a reading; after that the last one is shown."""
 STOP_S = 2.0
 """What a collector gets at the end."""

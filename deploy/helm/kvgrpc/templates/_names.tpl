@@ -53,7 +53,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "kvgrpc.socketPath" -}}{{ include "kvgrpc.socketFolder" . }}/kvgrpc.sock{{- end -}}
 
 {{/* Where Secrets are mounted. */}}
-{{- define "kvgrpc.secrets" -}}/etc/kvgrpc{{- end -}}
+{{- define "kvgrpc.secrets" -}}/run/secrets/kvgrpc{{- end -}}
 
 {{/* "4Gi" as a number of MiB */}}
 {{- define "kvgrpc.mebibytes" -}}

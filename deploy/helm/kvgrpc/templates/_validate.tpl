@@ -76,8 +76,9 @@
 {{- fail (printf "l1.size=%s is no multiple of l1.hugePages=%s; change l1.size" $v.l1.size $v.l1.hugePages) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.terminationGracePeriodSeconds (le (int $v.terminationGracePeriodSeconds) (add 2 $v.drainSeconds | int)) -}}
-{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (3 seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds)) -}}
+{{- $end := ternary 5 3 (ne $v.otlp.endpoint "") -}}
+{{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) $end) -}}
 {{- end -}}
 {{- if and $v.engine.users (not (regexMatch "^0?[0-7]([67][0-7]|[0-7][67])$" $v.socket.mode)) -}}
 {{- fail (printf "engine.users names other users, but socket.mode=%s keeps them out; set socket.mode=0660" $v.socket.mode) -}}
