@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.address import Address, parse_address
     from kvgrpc.client.aio import AioClient
     from kvgrpc.client.channel import ChannelOptions
-    from kvgrpc.client.copies import CopyFuture
+    from kvgrpc.client.copies import CopyFuture, Ready
     from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
     from kvgrpc.client.device import KvForm, NotShareableError, kv_layout, register_kv_caches
@@ -92,7 +92,7 @@ _NAMES = {
     "kvgrpc.client.aio": "AioClient",
     "kvgrpc.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
-    "kvgrpc.client.copies": "CopyFuture",
+    "kvgrpc.client.copies": "CopyFuture Ready",
     "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
     "kvgrpc.client.device": "KvForm NotShareableError kv_layout register_kv_caches",
@@ -155,6 +155,7 @@ __all__ = [
     "PrefetchStatus",
     "Priority",
     "Reader",
+    "Ready",
     "Reason",
     "Refusal",
     "RegisterAnswer",
