@@ -47,6 +47,7 @@ class DiskServer:
         self.socket = folder / name
         self.disk = disk or folder / "disk"
         self.flags = ["--disk-path", str(self.disk), "--disk-size", disk_size, "--page-size", "64KiB"]
+        self.flags += ["--prefetch-wait-ms", "10000"]  # a busy machine
         self.log_file = folder / f"{name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -127,6 +128,7 @@ class DiskEngine:
     worker: WorkerClient
     scheduler: SchedulerClient
     image: Image
+    address: str
     lookups: int = 0
 
     def start(self) -> None:
@@ -134,7 +136,12 @@ class DiskEngine:
         assert self.scheduler.start(20)
 
     def wait_back(self) -> None:
-        wait_until(lambda: self.worker.attached and self.scheduler.attached and self.worker.registration, 20)
+        """Until the new server knows the engine's memory: before that it cannot know how long objects are."""
+        with Client(self.address, "looker") as operator:
+            clients = [client for one in operator.list_engines() for client in one.clients]
+            while not (self.scheduler.attached and any(client.registered for client in clients)):
+                wait_until(lambda: self.worker.attached and self.scheduler.attached, 20)
+                clients = [client for one in operator.list_engines() for client in one.clients]
 
     def _is(self, prompt: int) -> None:
         self.image.kv = replace(KV, seed=prompt)
@@ -172,7 +179,7 @@ def engine(address: str) -> Iterator[DiskEngine]:
         image = Image(KV, LAYERS_OUTERMOST, 4, 256, buffer=buffer)
         request = api.RegisterRequest(ENGINE_ID, IDENTITY, 0, 0, 1, 1, image.layout(name))
         worker, scheduler = WorkerClient(address, request), SchedulerClient(address, ENGINE_ID, IDENTITY)
-        one = DiskEngine(worker, scheduler, image)
+        one = DiskEngine(worker, scheduler, image, address)
         try:
             one.start()
             yield one
