@@ -19,7 +19,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 .PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
 
 # What the extension is made of, and with; the versions are in constraints.txt.
-NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp))
+NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
 BUILD_TOOLS := cmake nanobind ninja scikit-build-core
 
 help: ## show this list
@@ -95,7 +95,7 @@ test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN       := -fsanitize=thread
 TEST_FLAGS := -std=c++20 -O1 -g1 -fno-omit-frame-pointer -Wall -Wextra -Wshadow -Wconversion -Werror -pthread
-TESTED     := $(basename $(filter-out csrc/module.cpp,$(filter %.cpp,$(CSRC))))
+TESTED     := $(basename $(filter-out csrc/module%.cpp,$(filter %.cpp,$(CSRC))))
 
 build/asan/%.o: %.cpp $(filter %.hpp,$(CSRC))
 	@mkdir -p $(@D)

@@ -19,15 +19,22 @@ void check(const Entry& entry, std::uint64_t num_blocks, const std::vector<Windo
     require(end <= windows[entry.window].size, "an entry reaches beyond its window");
 }
 
+std::vector<Region> regions_of(const std::vector<MappedFile>& files) {
+    std::vector<Region> regions;
+    regions.reserve(files.size());
+    for (const MappedFile& file : files) regions.push_back({file.at(file.offset()), file.offset(), file.end()});
+    return regions;
+}
+
 }  // namespace
 
-Mapping::Mapping(std::vector<MappedFile> files, std::vector<Window> windows, std::vector<Group> groups)
-    : files_(std::move(files)), windows_(std::move(windows)), groups_(std::move(groups)) {
+Paging::Paging(std::vector<Region> regions, std::vector<Window> windows, std::vector<Group> groups)
+    : regions_(std::move(regions)), windows_(std::move(windows)), groups_(std::move(groups)) {
     for (const Window& window : windows_) {
-        require(window.file < files_.size(), "a window names a file that is not there");
-        const MappedFile& file = files_[window.file];
-        require(window.offset >= file.offset(), "a window begins before what is mapped");
-        require_inside(window.offset, window.size, file.end(), "a window reaches beyond what is mapped");
+        require(window.file < regions_.size(), "a window names a file that is not there");
+        const Region& region = regions_[window.file];
+        require(window.offset >= region.offset, "a window begins before what is mapped");
+        require_inside(window.offset, window.size, region.end, "a window reaches beyond what is mapped");
     }
     for (const Group& group : groups_) {
         require(group.chunk_blocks > 0 && group.num_blocks > 0, "a group without blocks");
@@ -39,5 +46,8 @@ Mapping::Mapping(std::vector<MappedFile> files, std::vector<Window> windows, std
         }
     }
 }
+
+Mapping::Mapping(std::vector<MappedFile> files, std::vector<Window> windows, std::vector<Group> groups)
+    : Paging(regions_of(files), std::move(windows), std::move(groups)), files_(std::move(files)) {}
 
 }  // namespace kvgrpc

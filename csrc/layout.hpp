@@ -10,7 +10,18 @@
 
 namespace kvgrpc {
 
-// A piece of engine memory: `size` bytes of a file from `offset` on.
+// Memory that windows lie in: bytes [offset, end) of a file or of a card's allocation. `base` is the address of the
+// first; one of a card is never followed here.
+struct Region {
+    std::byte* base;
+    std::uint64_t offset;
+    std::uint64_t end;
+
+    // Address of a byte; the caller stays inside.
+    std::byte* at(std::uint64_t byte) const noexcept { return base + (byte - offset); }
+};
+
+// A piece of engine memory: `size` bytes of a region (file) from `offset` on.
 struct Window {
     std::uint32_t file;
     std::uint64_t offset;
@@ -37,23 +48,35 @@ struct Group {
     std::vector<Entry> entries;
 };
 
-// An engine's memory, mapped, and the paging in it. Every address that a block id below num_blocks can lead to lies
-// inside its window, and every window inside its file's mapping. Unmapped at the end.
-class Mapping {
+// The paging in an engine's memory. Every address that a block id below num_blocks can lead to lies inside its window,
+// and every window inside its region.
+class Paging {
   public:
     // Throws BadRequest when any of that does not hold.
-    Mapping(std::vector<MappedFile> files, std::vector<Window> windows, std::vector<Group> groups);
+    Paging(std::vector<Region> regions, std::vector<Window> windows, std::vector<Group> groups);
 
-    const std::vector<MappedFile>& files() const noexcept { return files_; }
+    const std::vector<Region>& regions() const noexcept { return regions_; }
     const std::vector<Window>& windows() const noexcept { return windows_; }
     const std::vector<Group>& groups() const noexcept { return groups_; }
     std::uint64_t object_bytes() const noexcept { return object_bytes_; }  // of one chunk
 
   private:
-    std::vector<MappedFile> files_;
+    std::vector<Region> regions_;
     std::vector<Window> windows_;
     std::vector<Group> groups_;
     std::uint64_t object_bytes_ = 0;
+};
+
+// The paging in files of an engine, mapped; region i is file i. Unmapped at the end.
+class Mapping : public Paging {
+  public:
+    // Throws as Paging does.
+    Mapping(std::vector<MappedFile> files, std::vector<Window> windows, std::vector<Group> groups);
+
+    const std::vector<MappedFile>& files() const noexcept { return files_; }
+
+  private:
+    std::vector<MappedFile> files_;
 };
 
 }  // namespace kvgrpc

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Python module kvgrpc.transfer._native: glue only. Its types and contracts stand in _native.pyi.
+#include "module.hpp"
+
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -28,33 +29,14 @@ namespace nb = nanobind;
 namespace kvgrpc {
 namespace {
 
-using Memory = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Words = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FileWords = std::tuple<int, std::uint64_t, std::uint64_t>;
-using WindowWords = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;
-using EntryWords = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                              std::uint64_t, std::uint64_t>;
-using GroupWords = std::tuple<std::uint64_t, std::uint64_t, std::vector<EntryWords>>;
-
-std::byte* bytes_of(const Memory& memory) { return reinterpret_cast<std::byte*>(memory.data()); }
 
 std::unique_ptr<Mapping> make_mapping(const std::vector<FileWords>& files, const std::vector<WindowWords>& windows,
                                       const std::vector<GroupWords>& groups) {
     std::vector<MappedFile> mapped;
     mapped.reserve(files.size());
     for (const auto& [fd, offset, length] : files) mapped.emplace_back(fd, offset, length);
-    std::vector<Window> placed;
-    placed.reserve(windows.size());
-    for (const auto& [file, offset, size] : windows) placed.push_back({file, offset, size});
-    std::vector<Group> paged;
-    paged.reserve(groups.size());
-    for (const auto& [chunk_blocks, num_blocks, entries] : groups) {
-        paged.push_back({chunk_blocks, num_blocks, {}});
-        for (const auto& words : entries) {
-            paged.back().entries.push_back(std::apply([](auto... fields) { return Entry{fields...}; }, words));
-        }
-    }
-    return std::make_unique<Mapping>(std::move(mapped), std::move(placed), std::move(paged));
+    return std::make_unique<Mapping>(std::move(mapped), windows_of(windows), groups_of(groups));
 }
 
 // A mapping that can be closed before Python lets go of it.
@@ -153,4 +135,5 @@ NB_MODULE(_native, module) {
         .def_prop_ro("threads", [](const PyCopier& copier) { return copier.get().threads(); })
         .def_prop_ro("stream_bytes", [](const PyCopier& copier) { return copier.get().stream_bytes(); });
     module.def("touch", &kvgrpc::touch_memory, "memory"_a);
+    kvgrpc::bind_cards(module);
 }

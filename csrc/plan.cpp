@@ -59,16 +59,16 @@ bool has_repeats(std::span<const std::int64_t> ids) {
     return std::ranges::adjacent_find(sorted) != sorted.end();
 }
 
-Piece read_piece(Words& words, const Mapping& mapping, std::uint64_t arena_bytes, Direction direction) {
+Piece read_piece(Words& words, const Paging& paging, std::uint64_t arena_bytes, Direction direction) {
     Piece piece;
     piece.extents = words.many(product(words.one(), 2));
     const std::uint64_t extent_bytes = checked_extents(piece.extents, arena_bytes);
     piece.low = words.one();
     piece.high = words.one();
-    require(piece.low <= piece.high && piece.high <= mapping.object_bytes(), "a span outside the object");
+    require(piece.low <= piece.high && piece.high <= paging.object_bytes(), "a span outside the object");
     require(piece.high <= extent_bytes, "extents shorter than the span");
-    piece.blocks.reserve(mapping.groups().size());
-    for (const Group& group : mapping.groups()) {
+    piece.blocks.reserve(paging.groups().size());
+    for (const Group& group : paging.groups()) {
         const std::uint64_t first = words.one();
         piece.blocks.push_back({first, words.many(words.one())});
         check_blocks(piece.blocks.back(), group);
@@ -79,21 +79,21 @@ Piece read_piece(Words& words, const Mapping& mapping, std::uint64_t arena_bytes
 
 }  // namespace
 
-Slice read_slice(std::span<const std::int64_t> words, const Mapping& mapping, std::uint64_t arena_bytes,
+Slice read_slice(std::span<const std::int64_t> words, const Paging& paging, std::uint64_t arena_bytes,
                  Direction direction) {
     Words rest(words);
     const std::uint64_t pieces = rest.one();
     require(pieces <= rest.left(), "the slice ends too early");
     Slice slice;
     slice.reserve(pieces);
-    for (std::uint64_t i = 0; i < pieces; ++i) slice.push_back(read_piece(rest, mapping, arena_bytes, direction));
+    for (std::uint64_t i = 0; i < pieces; ++i) slice.push_back(read_piece(rest, paging, arena_bytes, direction));
     require(rest.left() == 0, "numbers are left over after the slice");
     return slice;
 }
 
-Plan::Plan(const Mapping& mapping, std::byte* arena, const Slice& slice, Direction direction, const Grain& grain)
-    : mapping_(mapping), arena_(arena), slice_(slice), direction_(direction), grain_(grain) {
-    need_of_file_.resize(mapping.files().size(), 0);
+Plan::Plan(const Paging& paging, std::byte* arena, const Slice& slice, Direction direction, const Grain& grain)
+    : paging_(paging), arena_(arena), slice_(slice), direction_(direction), grain_(grain) {
+    need_of_file_.resize(paging.regions().size(), 0);
 }
 
 bool Plan::next(Round& round) {
@@ -125,8 +125,8 @@ bool Plan::begin_piece() {
         const std::uint64_t wanted = (piece.high - piece.low) / grain_.units_per_piece;
         constexpr std::uint64_t page = 4096;  // cuts keep the alignment that the runs have
         unit_bytes_ = std::clamp(wanted / page * page, grain_.least_unit_bytes, grain_.most_unit_bytes);
-        while (group_ < mapping_.groups().size() && mapping_.groups()[group_].entries.empty()) ++group_;
-        if (group_ < mapping_.groups().size()) return true;
+        while (group_ < paging_.groups().size() && paging_.groups()[group_].entries.empty()) ++group_;
+        if (group_ < paging_.groups().size()) return true;
         ++piece_;
     }
     return false;
@@ -134,7 +134,7 @@ bool Plan::begin_piece() {
 
 // Goes to the next row of the piece; false when it has none.
 bool Plan::next_row() {
-    const Group& group = mapping_.groups()[group_];
+    const Group& group = paging_.groups()[group_];
     const Entry& entry = group.entries[entry_];
     row_start_ += group.chunk_blocks * entry.run_bytes;
     if (++row_ < entry.layers * entry.planes) return true;
@@ -142,23 +142,23 @@ bool Plan::next_row() {
     if (++entry_ < group.entries.size()) return true;
     entry_ = 0;
     do {
-        if (++group_ == mapping_.groups().size()) return false;
-    } while (mapping_.groups()[group_].entries.empty());
+        if (++group_ == paging_.groups().size()) return false;
+    } while (paging_.groups()[group_].entries.empty());
     return true;
 }
 
 // The runs of all named blocks in one layer and plane.
 void Plan::add_row(Round& round) {
     const Piece& piece = slice_[piece_];
-    const Group& group = mapping_.groups()[group_];
+    const Group& group = paging_.groups()[group_];
     const Entry& entry = group.entries[entry_];
     const Piece::Blocks& blocks = piece.blocks[group_];
     const std::uint64_t row_end = row_start_ + group.chunk_blocks * entry.run_bytes;
     if (row_end <= piece.low || row_start_ >= piece.high || blocks.ids.empty()) return;
-    const Window& window = mapping_.windows()[entry.window];
+    const Window& window = paging_.windows()[entry.window];
     const std::uint64_t base = window.offset + entry.base + row_ / entry.planes * entry.layer_stride +
                                row_ % entry.planes * entry.plane_stride;
-    const MappedFile& file = mapping_.files()[window.file];
+    const Region& region = paging_.regions()[window.file];
     std::uint64_t reach = 0;
     std::uint64_t begin = row_start_ + blocks.first * entry.run_bytes;
     for (const std::int64_t id : blocks.ids) {
@@ -166,7 +166,7 @@ void Plan::add_row(Round& round) {
         const std::uint64_t tail = std::min(begin + entry.run_bytes, piece.high);
         if (head < tail) {
             const std::uint64_t at = base + static_cast<std::uint64_t>(id) * entry.block_stride + (head - begin);
-            place(round, file.at(at), head, tail - head);
+            place(round, region.at(at), head, tail - head);
             reach = std::max(reach, at + (tail - head));
         }
         begin += entry.run_bytes;

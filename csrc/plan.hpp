@@ -33,7 +33,7 @@ using Slice = std::vector<Piece>;
 // Reads a slice from numbers: pieces, then for each piece: extents, (offset, length) of each; low, high; and for each
 // group: first block, ids, each id. Throws BadRequest unless everything lies inside the arena, the object and the
 // engine's blocks. What it returns points into `words`.
-Slice read_slice(std::span<const std::int64_t> words, const Mapping& mapping, std::uint64_t arena_bytes,
+Slice read_slice(std::span<const std::int64_t> words, const Paging& paging, std::uint64_t arena_bytes,
                  Direction direction);
 
 // `length` contiguous bytes on both sides.
@@ -85,10 +85,10 @@ struct Grain {
     std::uint32_t round_runs = 65536;  // about; bounds the memory that a slice of tiny runs takes
 };
 
-// Makes the rounds of a slice. The slice and the mapping must outlive it.
+// Makes the rounds of a slice. The slice and the paging must outlive it.
 class Plan {
   public:
-    Plan(const Mapping& mapping, std::byte* arena, const Slice& slice, Direction direction, const Grain& grain);
+    Plan(const Paging& paging, std::byte* arena, const Slice& slice, Direction direction, const Grain& grain);
 
     // Fills the next round; false when there is none.
     bool next(Round& round);
@@ -102,7 +102,7 @@ class Plan {
     void add_need(Round& round, std::uint32_t file, std::uint64_t end);
     void end_segment(Round& round);
 
-    const Mapping& mapping_;
+    const Paging& paging_;
     std::byte* const arena_;
     const Slice& slice_;
     const Direction direction_;

@@ -20,8 +20,12 @@ from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
 from kvgrpc.transfer.arena import PART_BYTES, Arena
+from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.cards import Cards, nvidia_devices
+from kvgrpc.transfer.cuda import CopyMode, CudaMover
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.room import available_memory, free_huge_pages
+from kvgrpc.transfer.routed import RoutedMover
 from kvgrpc.transfer.shm import SharedMemoryMover
 
 
@@ -35,6 +39,7 @@ class Choices:
     available_bytes: int
     chunk_tokens: int
     gpu_workers: int
+    cards: int
     cpu_workers: int
     reflection: bool
 
@@ -72,6 +77,15 @@ async def serve(settings: Settings, announce: Callable[[Choices], None]) -> None
         await _serve(settings, announce, signals)
 
 
+def make_mover(settings: Settings, arena: Arena, cards: Cards | None) -> Mover:
+    """For engines in host memory; with ``cards``, for those on cards too."""
+    uids, threads = {os.geteuid(), *settings.allow_uid}, settings.copy_threads or 0
+    host = SharedMemoryMover(arena, settings.chunk_tokens, uids, threads=threads)
+    if cards is None:
+        return host
+    return RoutedMover(host, CudaMover(cards, settings.chunk_tokens, CopyMode(settings.copy_mode)))
+
+
 async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
     limits = settings.core_limits()
     available_bytes = free_huge_pages() if settings.huge_pages else available_memory()
@@ -81,12 +95,12 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     book = Bookkeeper(limits, arena.ready_bytes)
     for cache_salt, size_bytes in settings.quota.items():
         book.set_quota(cache_salt, size_bytes)
+    found = nvidia_devices() if settings.cards else 0
+    cards = Cards(arena) if found else None
     hands = Hands(
-        mover=SharedMemoryMover(
-            arena, limits.chunk_tokens, {os.geteuid(), *settings.allow_uid}, threads=settings.copy_threads or 0
-        ),
+        mover=make_mover(settings, arena, cards),
         arena=arena,
-        affinity=AffinityExecutor(settings.gpu_workers()),
+        affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
     )
     driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
@@ -106,14 +120,15 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 l1_bytes=l1_bytes,
                 available_bytes=available_bytes,
                 chunk_tokens=limits.chunk_tokens,
-                gpu_workers=settings.gpu_workers(),
+                gpu_workers=settings.gpu_workers(found),
+                cards=found,
                 cpu_workers=settings.cpu_workers(),
                 reflection=settings.serves_reflection(),
             )
         )
 
     loop = asyncio.get_running_loop()
-    arena.fill(partial(loop.call_soon_threadsafe, book.grow))
+    arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
     try:
         await run(server, started, signals)
     finally:

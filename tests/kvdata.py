@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from kvgrpc.api import BlockForm, KvGroup, Layout, Runs, SharedMemory
 
@@ -143,7 +144,7 @@ class Image:
         *,
         lead: int = 0,
         tail: int = 0,
-        buffer: bytearray | mmap.mmap | None = None,
+        buffer: Buffer | None = None,
     ) -> None:
         self.kv, self.arrangement, self.block_size, self.num_blocks = kv, arrangement, block_size, num_blocks
         self.lead = lead

@@ -50,6 +50,7 @@ def announce(choices: Choices) -> None:
         "L1": f"{format_size(choices.l1_bytes)} of {format_size(choices.available_bytes)} available",
         "chunk": f"{choices.chunk_tokens} tokens",
         "threads": f"{choices.gpu_workers} for copies, {choices.cpu_workers} for hashing and tiers",
+        "cards": str(choices.cards) if choices.cards else "none: engines in host memory only",
         "reflection": "on" if choices.reflection else "off",
     }
     console = Console()

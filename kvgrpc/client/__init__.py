@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
     from kvgrpc.client.default import default_address
+    from kvgrpc.client.device import KvForm, NotShareableError, kv_layout, register_kv_caches
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
     from kvgrpc.client.parallel import ParallelStrategy
@@ -91,6 +92,7 @@ _NAMES = {
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
     "kvgrpc.client.default": "default_address",
+    "kvgrpc.client.device": "KvForm NotShareableError kv_layout register_kv_caches",
     "kvgrpc.client.fork": "ForkedProcessError",
     "kvgrpc.client.lookups": "LookupBounds LookupResult",
     "kvgrpc.client.parallel": "ParallelStrategy",
@@ -134,6 +136,7 @@ __all__ = [
     "Hashes",
     "Held",
     "Hello",
+    "KvForm",
     "KvGroup",
     "Layout",
     "Limits",
@@ -142,6 +145,7 @@ __all__ = [
     "LookupRequest",
     "LookupResult",
     "Memory",
+    "NotShareableError",
     "ParallelStrategy",
     "Policy",
     "PrefetchStatus",
@@ -170,7 +174,9 @@ __all__ = [
     "WorkerClient",
     "WorkerOptions",
     "default_address",
+    "kv_layout",
     "parse_address",
+    "register_kv_caches",
     "stored_form",
 ]
 

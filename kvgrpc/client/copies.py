@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvgrpc import api
 from kvgrpc.client.aio import AioClient
@@ -62,6 +62,14 @@ class CopyFuture(Future[Results]):
         return False
 
 
+class Ready(Protocol):
+    """An event of a card, as torch.cuda.Event or cupy.cuda.Event."""
+
+    def synchronize(self) -> object:
+        """Blocks until what was launched before the event has ended."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """One call: a StoreRequest without its space_base, or a RetrieveRequest."""
@@ -69,6 +77,7 @@ class Copy:
     request: api.StoreRequest | api.RetrieveRequest
     timeout_s: float | None
     future: CopyFuture
+    ready: Ready | None = None
     begun: bool = False
 
     @property
@@ -140,6 +149,8 @@ class Copies:
     async def _run(self, copy: Copy) -> None:
         copy.begun = True
         try:
+            if copy.ready is not None:
+                await asyncio.get_running_loop().run_in_executor(None, copy.ready.synchronize)
             copy.future.set_result(await self._results(copy))
         except Exception as error:  # noqa: BLE001 - outermost: encoding or decoding, so not sent or answered
             copy.future.set_exception(error)

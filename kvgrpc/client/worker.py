@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvgrpc import api
 from kvgrpc.client.aio import AioClient, check_blocks, check_content, check_range, new_client_id
 from kvgrpc.client.channel import ChannelOptions
-from kvgrpc.client.copies import Copies, Copy, CopyFuture, Results
+from kvgrpc.client.copies import Copies, Copy, CopyFuture, Ready, Results
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session
 from kvgrpc.core.errors import Reason, Refusal
@@ -67,6 +67,11 @@ class WorkerClient:
         self._copies: Copies | None = None
         self._closing = False
         self._closed = threading.Event()
+        self._kept: object = None
+
+    def keep(self, memory: object) -> None:
+        """Keeps what is registered alive for as long as this client is."""
+        self._kept = memory
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -154,12 +159,13 @@ class WorkerClient:
         lora: str = "",
         cache_salt: str = "",
         policy: Policy = DEFAULT_POLICY,
-        ready_event: bytes = b"",
+        ready: Ready | None = None,
         timeout_s: float | None = None,
     ) -> CopyFuture:
         """Stores the full chunks of ``content`` inside ``range`` from ``blocks`` (one sequence of ids a KV group).
 
-        Do not change ``content``, the ids or the bytes until the future is finished.
+        ``ready`` is an event of the card that was recorded behind what writes the blocks: this client waits for it, and
+        then sends the call. Do not change ``content``, the ids or the bytes until the future is finished.
         """
         call_id = next(self._call_ids)
         request = api.StoreRequest(
@@ -169,10 +175,9 @@ class WorkerClient:
             content=content,
             blocks=tuple(blocks),
             range=range,
-            ready_event=ready_event,
             policy=policy,
         )
-        return self._begin(request, timeout_s)
+        return self._begin(request, timeout_s, ready)
 
     def retrieve(
         self, job_id: bytes, range: TokenRange, blocks: Sequence[Sequence[int]], *, timeout_s: float | None = None
@@ -206,10 +211,12 @@ class WorkerClient:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, request: api.StoreRequest | api.RetrieveRequest, timeout_s: float | None) -> CopyFuture:
+    def _begin(
+        self, request: api.StoreRequest | api.RetrieveRequest, timeout_s: float | None, ready: Ready | None = None
+    ) -> CopyFuture:
         self._loop.check()
         future = CopyFuture(request.call_id, self._revoke)
-        copy = Copy(request, timeout_s, future)
+        copy = Copy(request, timeout_s, future, ready)
         try:
             check_blocks(request.blocks)
             check_range(request.range)

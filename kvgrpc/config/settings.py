@@ -42,7 +42,11 @@ Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 THREADS_MOST = 256
 PREFIX = "KVGRPC_"
 _LIMITS = CoreLimits()
-_WORDS = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("auto", "console", "json")}
+_WORDS = {
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("auto", "console", "json"),
+    "copy_mode": ("auto", "dma", "staged", "direct"),
+}
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -71,6 +75,10 @@ class Settings(BaseSettings):
     chunk_tokens: Count = _doc(_LIMITS.chunk_tokens, "tokens in a chunk, the unit that is cached")
     page_size: Size = _doc(_LIMITS.page_bytes, "allocation unit of objects that find no contiguous place")
     slice_size: Size = _doc(_LIMITS.slice_bytes, "most bytes copied before other work gets its turn")
+
+    # cards
+    cards: bool = _doc(True, "serve engines on NVIDIA cards where the machine has some; takes memory of each card")
+    copy_mode: str = _doc("auto", "how bytes move to and from cards: dma, staged, direct, or auto: by run length")
 
     # threads
     max_workers: int | None = _doc(None, "size of both thread pools")
@@ -127,7 +135,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be at least {PAGE_MIN} bytes, not {value}")
         return value
 
-    @field_validator("log_level", "log_format", mode="before")
+    @field_validator("log_level", "log_format", "copy_mode", mode="before")
     @classmethod
     def _small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
@@ -139,7 +147,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be at least {MESSAGE_MIN} bytes, not {value}")
         return value
 
-    @field_validator("log_level", "log_format")
+    @field_validator("log_level", "log_format", "copy_mode")
     @classmethod
     def _known_word(cls, value: str, info: Any) -> str:
         words = _WORDS[info.field_name]

@@ -63,3 +63,79 @@ def touch(memory: Buffer) -> bool:
     """Takes the pages of ``memory`` into use as a first write would, without changing a byte, with the interpreter lock
     released. False when the system cannot.
     """
+
+# ---- cards ----------------------------------------------------------------------------------------------------------
+# What the driver refuses is a RuntimeError with the call and the driver's words; so is a driver that is not there.
+
+PAGED_COPY_SOURCE: str
+"""csrc/paged_copy.cu."""
+PAGED_COPY_NAME: str
+
+def cards() -> list[tuple[int, str, str, str]]:
+    """(ordinal, UUID as "GPU-...", name, bus id) of each card that the driver shows to this process."""
+
+def export_memory(pointer: int) -> tuple[bytes, str, int, int]:
+    """(CUDA IPC handle, UUID of its card, offset in the allocation, bytes of the allocation) of memory of this process.
+
+    Raises ValueError with a sentence that says why it cannot be shared.
+    """
+
+class Card:
+    """A card's primary context, retained. Threads: any."""
+
+    def __init__(self, ordinal: int) -> None: ...
+    def open(self, handle: bytes) -> tuple[int, int]:
+        """(address, bytes) of the allocation behind another process's handle. A process opens a handle once."""
+
+    def close(self, pointer: int) -> None: ...
+    def pin(self, memory: Buffer) -> None:
+        """Locks host memory for all cards of the process."""
+
+    def unpin(self, memory: Buffer) -> None: ...
+    def memory(self) -> tuple[int, int]:
+        """(free, all) bytes."""
+
+class DeviceMapping:
+    """Open memory of a card, and the paging in it; every address is checked here once. Not its opener: close the memory
+    after this has gone.
+
+    ``regions`` are (address, bytes); ``windows`` and ``groups`` as for Mapping. ``mode``: 0 copy engines, 1 a kernel
+    and a ring on the card, 2 a kernel that reaches into the arena.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        regions: Sequence[tuple[int, int]],
+        windows: Sequence[tuple[int, int, int]],
+        groups: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]],
+        mode: int,
+    ) -> None: ...
+
+class Flight:
+    """A slice that was launched."""
+
+    def wait(self) -> tuple[int, int, bool, str]:
+        """With the interpreter lock released: (completed pieces, why it stopped as HostCopier.copy says, torn, what the
+        driver said). Then nothing touches the slice's memory any more."""
+
+class DeviceCopier:
+    """Copies between mappings of one card and ``arena``, which is pinned in parts of ``part_bytes``.
+
+    Each direction has a ring of ``steps`` times ``step_bytes`` on the card, taken at the first staged copy.
+
+    Threads: ``launch`` by any number at once. ``close`` when no other call runs and every flight has been waited for.
+    """
+
+    def __init__(
+        self, card: Card, arena: Buffer, part_bytes: int, step_bytes: int = 16777216, steps: int = 4
+    ) -> None: ...
+    def load(self, function: int, staged_blocks: int = 32, direct_blocks: int = 8) -> None:
+        """The kernel, loaded into the card's primary context, and its thread blocks."""
+
+    def launch(self, mapping: DeviceMapping, words: Buffer, retrieve: bool) -> Flight:
+        """Starts a slice; ``words`` as HostCopier.copy takes them. Slices of one mapping and direction are copied in
+        the order of their launch. Raises ValueError, before anything has moved, unless all lies inside the arena and
+        the mapping."""
+
+    def close(self) -> None: ...

@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 PART_BYTES = 256 << 20
 _STEP_BYTES = 16 << 20
 _WARMING_NICENESS = 10
+Prepare = Callable[[int, int], bool]
 
 
 class Arena:
@@ -81,13 +82,15 @@ class Arena:
             self.ready_bytes += part
         return self.ready_bytes
 
-    def fill(self, on_grown: Callable[[int], object] = int) -> None:
+    def fill(self, on_grown: Callable[[int], object] = int, prepare: Prepare | None = None) -> None:
         """Starts a thread that allocates the missing parts, telling the new ``ready_bytes`` after each, and then, at
         low priority, takes the pages into use ahead of the first copies. Once. A part that cannot be had is told in the
         log; the arena stays as it is then.
+
+        ``prepare(begin, end)`` is called for each part, before a new one is told; with False the arena stays as it is.
         """
         assert self._filling is None, "an arena is filled once"
-        self._filling = threading.Thread(target=self._fill, args=(on_grown,), name="kvgrpc-arena", daemon=True)
+        self._filling = threading.Thread(target=self._fill, args=(on_grown, prepare), name="kvgrpc-arena", daemon=True)
         self._filling.start()
 
     def view(self, offset: int, length: int) -> memoryview:
@@ -119,10 +122,17 @@ class Arena:
         os.close(self._fd)
         self._fd = -1
 
-    def _fill(self, on_grown: Callable[[int], object]) -> None:
+    def _fill(self, on_grown: Callable[[int], object], prepare: Prepare | None) -> None:
+        told, at = self.ready_bytes, 0 if prepare is not None else self.ready_bytes
         try:
-            while self.ready_bytes < self.size_bytes and not self._closing.is_set():
-                on_grown(self.grow())
+            while at < self.size_bytes and not self._closing.is_set():
+                if at == self.ready_bytes:
+                    self.grow()
+                begin, at = at, min(at + PART_BYTES, self.ready_bytes)
+                if prepare is not None and not prepare(begin, at):
+                    break
+                if at > told:
+                    on_grown(at)
         except ArenaError as error:
             log.error("the arena stays smaller", ready_bytes=self.ready_bytes, reason=str(error))
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WARMING_NICENESS)

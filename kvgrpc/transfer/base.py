@@ -21,6 +21,8 @@ MEMORY_TRUNCATED = "MEMORY_TRUNCATED"
 """The engine's memory is shorter than it was at registration."""
 MEMORY_IO = "MEMORY_IO"
 """The operating system refused to read or write the engine's memory."""
+CARD_FAILED = "CARD_FAILED"
+"""The card or its driver failed; the server's log says how."""
 
 
 class Mover(Protocol):
@@ -31,7 +33,8 @@ class Mover(Protocol):
 
         Answers 16 bytes that stand for the layout and the memory objects behind it (Registration.layout_digest): equal
         to those of another mapping that is still open only if both are the same, whatever a name means by now.
-        Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED; then nothing stays open.
+        Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED,
+        CARD_FAILED; then nothing stays open.
         """
         ...
 

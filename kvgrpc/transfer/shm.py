@@ -11,7 +11,6 @@ import os
 import resource
 import stat
 import threading
-from array import array
 from collections.abc import Container, Generator
 from contextlib import ExitStack, contextmanager
 
@@ -24,6 +23,7 @@ from kvgrpc.transfer.base import MEMORY_IO, MEMORY_TRUNCATED
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.layout import check_layout, digest
 from kvgrpc.transfer.room import PageDebt
+from kvgrpc.transfer.words import group_words, slice_words
 
 MAX_NAME_BYTES = 255
 POPULATE_S = 1.0
@@ -85,8 +85,8 @@ class SharedMemoryMover:
                 where = f"memory[{index}]"
                 if isinstance(memory, CudaIpcMemory):
                     sentence = (
-                        f"CUDA memory (of {memory.device_uuid!r}) is not supported yet, and this server sees no cards: "
-                        "share host memory, by its POSIX shared memory name"
+                        f"this server sees no cards, so also not {memory.device_uuid!r}: share host memory, by its "
+                        "POSIX shared memory name"
                     )
                     raise Refusal(Reason.CUDA_UNSUPPORTED, sentence, field=f"{where}.cuda")
                 if memory.name not in opened:
@@ -104,7 +104,7 @@ class SharedMemoryMover:
     def copy(self, work: RunSlice) -> SliceReport:
         mapping = self._mappings[work.mapping_id]
         pace = self._gates.pacer(work) if self._gates is not None else None
-        completed, why, torn = self._copier.copy(mapping, _words(work), work.direction is Direction.RETRIEVE, pace)
+        completed, why, torn = self._copier.copy(mapping, slice_words(work), work.direction is Direction.RETRIEVE, pace)
         return SliceReport(completed, _REASONS[why], torn)
 
     def unmap(self, mapping_id: int) -> None:
@@ -220,42 +220,8 @@ def _mapped(layout: Layout, chunk_tokens: int, opened: dict[str, int]) -> _nativ
     numbers = {name: number for number, name in enumerate(opened)}
     files = [(fd, begin, size) for fd, (begin, size) in _windows(layout, opened).items()]
     windows = [(numbers[memory.name], memory.offset_bytes, memory.size_bytes) for memory in pieces]
-    groups = [
-        (
-            chunk_tokens // group.block_size,
-            group.num_blocks,
-            [
-                (
-                    runs.memory_index,
-                    runs.base_bytes,
-                    runs.layers,
-                    runs.layer_stride_bytes,
-                    runs.planes,
-                    runs.plane_stride_bytes,
-                    runs.block_stride_bytes,
-                    runs.run_bytes,
-                )
-                for runs in group.runs
-            ],
-        )
-        for group in layout.groups
-    ]
     try:
-        return _native.Mapping(files, windows, groups)
+        return _native.Mapping(files, windows, group_words(layout, chunk_tokens))
     except OSError as error:
         sentence = f"shared memory cannot be mapped for reading and writing: {error.strerror}"
         raise Refusal(Reason.MEMORY, sentence, field="memory") from error
-
-
-def _words(work: RunSlice) -> array[int]:
-    """The slice as HostCopier.copy takes it."""
-    words = [len(work.pieces)]
-    for piece in work.pieces:
-        words.append(len(piece.extents))
-        for extent in piece.extents:
-            words += extent
-        words += piece.span
-        for first_block, block_ids in zip(piece.first_block, piece.block_ids, strict=True):
-            words += (first_block, len(block_ids))
-            words += block_ids
-    return array("q", words)

@@ -11,13 +11,17 @@ from contextlib import ExitStack, contextmanager
 from kvgrpc.core.types import Direction, Extent, Geometry, Piece, RunSlice, SliceReport
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.cards import Cards
+from kvgrpc.transfer.cuda import CopyMode, CudaMover
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.layout import check_layout
 from kvgrpc.transfer.memory import MemoryMover
 from kvgrpc.transfer.shm import SharedMemoryMover
+from tests.cards import fake
 from tests.kvdata import Arrangement, Image, Kv, shared_memory
 
-MOVERS = ("memory", "shuffled", "shm", "gated shm")
+MOVERS = ("memory", "shuffled", "shm", "gated shm", "card dma", "card staged", "card direct")
+PART_BYTES = 64 << 10
 
 
 class Scene:
@@ -36,22 +40,41 @@ class Scene:
         gates = self.gates if kind == "gated shm" else None
         shm = SharedMemoryMover(arena, chunk_tokens, allowed_uids={os.getuid()}, gates=gates)
         self.mover: Mover = shm if "shm" in kind else self.memory
+        if "card" in kind:
+            self.mover = self._card_mover(CopyMode(kind.split()[1]))
+            stack.callback(self.mover.close)
         stack.callback(shm.close)
         stack.callback(self.memory.close)
+
+    def _card_mover(self, mode: CopyMode) -> CudaMover:
+        """On a fake card, with an arena of many parts."""
+        fake.driver()
+        cards = Cards(self.arena, PART_BYTES)
+        cards.pin_all()
+        for card in cards.opened:
+            card.copier.load(1)
+            card.has_kernel = True
+        return CudaMover(cards, self.chunk_tokens, mode)
 
     def engine(
         self, kv: Kv, arrangement: Arrangement, block_size: int, num_blocks: int, *, lead: int = 0, tail: int = 0
     ) -> Engine:
         """An engine whose memory is mapped."""
         size_bytes = Image(kv, arrangement, block_size, num_blocks, lead=lead, tail=tail).size_bytes
-        if "shm" in self.kind:
+        memory: fake.CardMemory | None = None
+        if "card" in self.kind:
+            memory = fake.CardMemory(size_bytes)
+            self._stack.callback(memory.free)
+            name, buffer = "card", memory.buffer
+        elif "shm" in self.kind:
             name, buffer = self._stack.enter_context(shared_memory(size_bytes))
         else:
             name, buffer = f"kv{self._next_mapping}", bytearray(size_bytes)
             self.memory.add_memory(name, buffer)
         image = Image(kv, arrangement, block_size, num_blocks, lead=lead, tail=tail, buffer=buffer)
         mapping_id, self._next_mapping = self._next_mapping, self._next_mapping + 1
-        self.mover.map(mapping_id, image.layout(name))
+        shared = image.layout(name)
+        self.mover.map(mapping_id, shared if memory is None else memory.layout(shared))
         return Engine(self, image, name, mapping_id)
 
     def slot(self, size_bytes: int, page_bytes: int = 0) -> tuple[Extent, ...]:

@@ -31,7 +31,7 @@ ARENA_BYTES = 1 << 20
 
 def test_extension_is_built_from_this_source() -> None:
     """An old extension behind new source would be tested without anybody noticing: run make setup."""
-    sources = sorted(path for path in CSRC.iterdir() if path.suffix in (".cpp", ".hpp"))
+    sources = sorted(path for path in CSRC.iterdir() if path.suffix in (".cpp", ".hpp", ".cu"))
     digests = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
     assert hashlib.sha256(digests.encode()).hexdigest() == _native.SOURCE_DIGEST
 

@@ -107,7 +107,7 @@ def test_offset_and_size_lie_inside_the_object(mover: SharedMemoryMover, offset:
 def test_cuda_memory_is_refused_in_words(mover: SharedMemoryMover) -> None:
     refusal = refused(mover, Layout((CudaIpcMemory(bytes(64), "GPU-0", 0, 4 * PAGE),), (GROUP,)))
     assert refusal.reason is Reason.CUDA_UNSUPPORTED
-    assert "not supported yet" in refusal.message
+    assert "sees no cards" in refusal.message
 
 
 def test_a_layout_that_does_not_fit(mover: SharedMemoryMover) -> None:

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV memory on a card, as its engine holds it: found in tensors, exported by CUDA IPC, described as a layout.
+
+Takes torch tensors and everything with ``__cuda_array_interface__``, and imports neither torch nor CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvgrpc import api
+from kvgrpc.client.worker import WorkerClient, WorkerOptions
+from kvgrpc.transfer import _native
+
+
+class NotShareableError(Exception):
+    """Why this memory cannot be shared, in one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvForm:
+    """What the tensors hold; all of them the same, one after the other in the order of the layers.
+
+    ``block_axis`` counts blocks. Axes that lie inside a block make its run as far as they are contiguous; at most two
+    axes may be left, layers before planes. ``token_axis`` is for TOKEN_MAJOR: a run is then the tokens of one block and
+    all that lies inside of a token. ``backend``, ``layout``, ``heads`` and ``head_dim`` as in api.KvGroup.
+    """
+
+    block_size: int
+    num_blocks: int
+    block_axis: int = 0
+    token_axis: int | None = None
+    backend: str = ""
+    layout: str = ""
+    heads: int = 0
+    head_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """Where a tensor lies: address, bytes of an element, sizes and strides (in bytes) of its axes."""
+
+    pointer: int
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def reach_bytes(self) -> int:
+        return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + self.item_bytes
+
+
+@dataclass(slots=True)
+class _Allocation:
+    """What the tensors use of an allocation; offsets lie in it."""
+
+    handle: bytes
+    uuid: str
+    begin: int
+    end: int
+
+
+def kv_layout(tensors: Sequence[Any], form: KvForm) -> api.Layout:
+    """The layout of these tensors, of which each has the blocks of a layer (or of several). Keep them alive for as long
+    as they are registered. Raises NotShareableError."""
+    if not tensors:
+        raise NotShareableError("there are no tensors to share")
+    arrays = [_array(index, tensor) for index, tensor in enumerate(tensors)]
+    allocations: dict[bytes, _Allocation] = {}
+    placed: list[tuple[bytes, int]] = []
+    for index, array in enumerate(arrays):
+        try:
+            handle, uuid, offset, _ = _native.export_memory(array.pointer)
+        except (ValueError, RuntimeError) as error:
+            raise NotShareableError(f"tensor {index} cannot be shared: {error}") from error
+        end = offset + array.reach_bytes
+        known = allocations.setdefault(handle, _Allocation(handle, uuid, offset, end))
+        known.begin, known.end = min(known.begin, offset), max(known.end, end)
+        placed.append((handle, offset))
+    numbers = {handle: number for number, handle in enumerate(allocations)}
+    runs = [
+        _runs(f"tensor {index}", array, form, numbers[handle], offset - allocations[handle].begin)
+        for index, (array, (handle, offset)) in enumerate(zip(arrays, placed, strict=True))
+    ]
+    memory = [api.CudaIpcMemory(one.handle, one.uuid, one.begin, one.end - one.begin) for one in allocations.values()]
+    group = api.KvGroup(
+        form.block_size,
+        form.num_blocks,
+        _merged(runs),
+        api.BlockForm.OPAQUE if form.token_axis is None else api.BlockForm.TOKEN_MAJOR,
+        backend=form.backend,
+        layout=form.layout,
+        heads=form.heads,
+        head_dim=form.head_dim,
+    )
+    return api.Layout(tuple(memory), (group,))
+
+
+def register_kv_caches(
+    address: str,
+    tensors: Sequence[Any],
+    form: KvForm,
+    request: api.RegisterRequest,
+    options: WorkerOptions | None = None,
+) -> WorkerClient:
+    """A worker client that shares these tensors, and keeps them alive; ``start`` it. ``request.layout`` is replaced.
+
+    Raises NotShareableError.
+    """
+    client = WorkerClient(address, replace(request, layout=kv_layout(tensors, form)), options)
+    client.keep(tensors)
+    return client
+
+
+def _array(index: int, tensor: Any) -> _Array:
+    """torch is asked in its own words: its array interface knows no bfloat16."""
+    if hasattr(tensor, "data_ptr"):
+        item = int(tensor.element_size())
+        shape, strides = tuple(tensor.shape), tuple(int(stride) * item for stride in tensor.stride())
+        return _Array(int(tensor.data_ptr()), item, shape, strides)
+    interface: dict[str, Any] | None = getattr(tensor, "__cuda_array_interface__", None)
+    if interface is None:
+        raise NotShareableError(f"tensor {index} is a {type(tensor).__name__}, neither of torch nor of a card")
+    shape = tuple(int(size) for size in interface["shape"])
+    item = int(interface["typestr"][2:])
+    strides = interface.get("strides")
+    if strides is None:
+        strides, inner = (), item
+        for size in reversed(shape):
+            strides, inner = (inner, *strides), inner * size
+    return _Array(int(interface["data"][0]), item, shape, tuple(int(stride) for stride in strides))
+
+
+def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes: int) -> api.Runs:
+    axes = range(len(array.shape))
+    if form.block_axis not in axes or array.shape[form.block_axis] < form.num_blocks:
+        raise NotShareableError(
+            f"{what} has shape {array.shape}: axis {form.block_axis} has no {form.num_blocks} blocks"
+        )
+    if any(stride < 0 for stride in array.strides):
+        raise NotShareableError(f"{what} has negative strides {array.strides}")
+    rest = sorted((array.strides[axis], axis) for axis in axes if axis != form.block_axis and array.shape[axis] > 1)
+    run = array.item_bytes
+    whole = form.token_axis is None or array.shape[form.token_axis] == 1
+    while rest and rest[0][0] == run and (form.token_axis is None or not whole):
+        _, axis = rest.pop(0)
+        run *= array.shape[axis]
+        whole = whole or axis == form.token_axis
+    if not whole or len(rest) > 2:
+        raise NotShareableError(
+            f"{what}: a block's bytes lie in too many pieces (shape {array.shape}, strides in bytes {array.strides})"
+        )
+    (layers, layer_stride), (planes, plane_stride) = [
+        *[(1, 0)] * (2 - len(rest)),
+        *[(array.shape[axis], stride) for stride, axis in reversed(rest)],
+    ]
+    stride = array.strides[form.block_axis]
+    return api.Runs(memory_index, base_bytes, layers, layer_stride, planes, plane_stride, stride, run)
+
+
+def _merged(runs: Sequence[api.Runs]) -> tuple[api.Runs, ...]:
+    """As few entries as possible: single layers that follow each other at one distance are one."""
+    merged: list[api.Runs] = []
+    for one in runs:
+        last = merged[-1] if merged else None
+        if last is not None and one.layers == 1:
+            step = (one.base_bytes - last.base_bytes) // last.layers
+            fits = last.layers == 1 or last.layer_stride_bytes == step
+            next_one = replace(last, base_bytes=last.base_bytes + last.layers * step, layers=1, layer_stride_bytes=0)
+            if step > 0 and fits and one == next_one:
+                merged[-1] = replace(last, layers=last.layers + 1, layer_stride_bytes=step)
+                continue
+        merged.append(one)
+    return tuple(merged)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between the arena and memory of NVIDIA cards that engines share by CUDA IPC handles.
+
+A handle opens the whole allocation; the layout's offsets lie in it. Addresses are checked at registration, once; what a
+slice names is checked before anything of it is launched. Launching and waiting release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+
+from kvgrpc.api import CudaIpcMemory, Layout
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import Direction, RunSlice, SliceReport
+from kvgrpc.transfer import _native
+from kvgrpc.transfer.base import CARD_FAILED
+from kvgrpc.transfer.cards import Cards, OpenCard, OpenMemory
+from kvgrpc.transfer.layout import check_layout, digest
+from kvgrpc.transfer.words import group_words, slice_words
+
+log = structlog.get_logger(__name__)
+
+SHORT_RUN_BYTES = 32 << 10
+"""Below it one copy a run costs the copy engines more than the bytes do: docs/gpu.md has the figures."""
+
+
+class CopyMode(Enum):
+    """How bytes move; see docs/gpu.md."""
+
+    AUTO = "auto"
+    DMA = "dma"
+    STAGED = "staged"
+    DIRECT = "direct"
+
+
+_NATIVE_MODES = {CopyMode.DMA: 0, CopyMode.STAGED: 1, CopyMode.DIRECT: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    card: OpenCard
+    native: _native.DeviceMapping
+    handles: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFlight:
+    """A slice that was launched on a card: ``wait`` for it exactly once."""
+
+    cards: Cards
+    card: OpenCard
+    native: _native.Flight
+
+    def wait(self) -> SliceReport:
+        """Blocks with the interpreter lock released; then nothing touches the slice's memory any more."""
+        completed, why, torn, error = self.native.wait()
+        if not why:
+            return SliceReport(completed)
+        self.cards.failed(self.card, error)
+        return SliceReport(completed, CARD_FAILED, torn)
+
+
+class CudaMover:
+    """A mover for layouts whose memory lies on one card.
+
+    ``launch`` and the flight's ``wait`` are the two halves of ``copy``: slices of one mapping and direction that are
+    launched before earlier ones have ended are copied behind them, in order.
+
+    Threads: as Mover; ``launch`` and ``wait`` may be called by different ones.
+    """
+
+    def __init__(self, cards: Cards, chunk_tokens: int, mode: CopyMode = CopyMode.AUTO) -> None:
+        self._cards = cards
+        self._chunk_tokens = chunk_tokens
+        self._mode = mode
+        self._mappings: dict[int, _Mapped] = {}
+
+    @property
+    def mapped(self) -> frozenset[int]:
+        """Ids that are mapped."""
+        return frozenset(self._mappings)
+
+    def map(self, mapping_id: int, layout: Layout) -> bytes:
+        check_layout(layout, self._chunk_tokens)
+        assert mapping_id not in self._mappings, "a mapping id is used twice"
+        pieces = [memory for memory in layout.memory if isinstance(memory, CudaIpcMemory)]
+        card = self._cards.card(pieces[0].device_uuid, "memory[0].cuda")
+        opened: dict[bytes, OpenMemory] = {}
+        try:
+            for index, memory in enumerate(pieces):
+                self._open(card, memory, opened, f"memory[{index}].cuda")
+            native = self._map(card, layout, pieces, opened)
+        except BaseException:
+            for handle in opened:
+                self._cards.release(card, handle)
+            raise
+        self._mappings[mapping_id] = _Mapped(card, native, tuple(opened))
+        return digest(layout, [opened[memory.handle].serial for memory in pieces])
+
+    def launch(self, work: RunSlice) -> CudaFlight | SliceReport:
+        """Starts the slice; its report at once when its card has failed."""
+        mapped = self._mappings[work.mapping_id]
+        if mapped.card.failure:
+            return SliceReport(0, CARD_FAILED)
+        retrieve = work.direction is Direction.RETRIEVE
+        return CudaFlight(
+            self._cards, mapped.card, mapped.card.copier.launch(mapped.native, slice_words(work), retrieve)
+        )
+
+    def copy(self, work: RunSlice) -> SliceReport:
+        flight = self.launch(work)
+        return flight if isinstance(flight, SliceReport) else flight.wait()
+
+    def unmap(self, mapping_id: int) -> None:
+        mapped = self._mappings.pop(mapping_id, None)
+        if mapped is None:
+            return
+        card, handles = mapped.card, mapped.handles
+        del mapped  # its streams go before its memory
+        for handle in handles:
+            self._cards.release(card, handle)
+
+    def close(self) -> None:
+        for mapping_id in tuple(self._mappings):
+            self.unmap(mapping_id)
+        self._cards.close()
+
+    def _open(self, card: OpenCard, memory: CudaIpcMemory, opened: dict[bytes, OpenMemory], where: str) -> None:
+        if self._cards.card(memory.device_uuid, where) is not card:
+            sentence = f"memory of {memory.device_uuid!r} beside that of {card.uuid}: register each card's by itself"
+            raise Refusal(Reason.MEMORY, sentence, field=f"{where}.device_uuid")
+        if memory.handle not in opened:
+            try:
+                opened[memory.handle] = self._cards.open(card, memory.handle)
+            except (RuntimeError, ValueError) as error:
+                sentence = (
+                    f"the CUDA IPC handle cannot be opened on {card.uuid}: {error}. It must come from another process "
+                    "that lives, and from cudaMalloc: the virtual-memory allocator (expandable segments, sleep mode), "
+                    "memory pools and managed memory have none"
+                )
+                raise Refusal(Reason.MEMORY, sentence, field=f"{where}.handle") from error
+        size, end = opened[memory.handle].size_bytes, memory.offset_bytes + memory.size_bytes
+        if end > size:
+            sentence = f"the allocation has {size} bytes; offset_bytes + size_bytes is {end}"
+            raise Refusal(Reason.MEMORY, sentence, field=f"{where}.size_bytes")
+
+    def _map(
+        self, card: OpenCard, layout: Layout, pieces: list[CudaIpcMemory], opened: dict[bytes, OpenMemory]
+    ) -> _native.DeviceMapping:
+        numbers = {handle: number for number, handle in enumerate(opened)}
+        regions = [(memory.pointer, memory.size_bytes) for memory in opened.values()]
+        windows = [(numbers[memory.handle], memory.offset_bytes, memory.size_bytes) for memory in pieces]
+        mode = _NATIVE_MODES[self._choose(card, layout)]
+        try:
+            return _native.DeviceMapping(card.native, regions, windows, group_words(layout, self._chunk_tokens), mode)
+        except RuntimeError as error:
+            self._cards.failed(card, str(error))
+            raise Refusal(Reason.CARD_FAILED, f"card {card.uuid}: {error}", resource=card.uuid) from error
+
+    def _choose(self, card: OpenCard, layout: Layout) -> CopyMode:
+        mode = self._mode
+        if mode is CopyMode.AUTO:
+            shortest = min(runs.run_bytes for group in layout.groups for runs in group.runs)
+            mode = CopyMode.STAGED if shortest < SHORT_RUN_BYTES else CopyMode.DMA
+        if mode is CopyMode.DMA:
+            return mode
+        try:
+            self._cards.load_kernel(card)
+        except RuntimeError as error:
+            if self._mode is not CopyMode.AUTO:
+                raise Refusal(Reason.CUDA_UNSUPPORTED, f"--copy-mode {self._mode.value}: {error}") from error
+            log.warning("short runs are copied by copy engines, which is slow", uuid=card.uuid, reason=str(error))
+            return CopyMode.DMA
+        return mode

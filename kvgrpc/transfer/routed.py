@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mover for engines on the CPU and on cards: each mapping goes to the mover of its kind of memory."""
+
+from __future__ import annotations
+
+from kvgrpc.api import CudaIpcMemory, Layout
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import RunSlice, SliceReport
+from kvgrpc.transfer.base import Mover
+
+
+class RoutedMover:
+    """``host`` has what lies in host memory, ``cards`` what lies on cards.
+
+    Threads: as Mover.
+    """
+
+    def __init__(self, host: Mover, cards: Mover) -> None:
+        self._host = host
+        self._cards = cards
+        self._movers: dict[int, Mover] = {}
+
+    def map(self, mapping_id: int, layout: Layout) -> bytes:
+        on_card = [isinstance(memory, CudaIpcMemory) for memory in layout.memory]
+        if any(on_card) and not all(on_card):
+            sentence = "memory of a card and of the host in one registration: register each by itself"
+            raise Refusal(Reason.MEMORY, sentence, field=f"memory[{on_card.index(not on_card[0])}]")
+        mover = self._cards if any(on_card) else self._host
+        answer = mover.map(mapping_id, layout)
+        self._movers[mapping_id] = mover
+        return answer
+
+    def copy(self, work: RunSlice) -> SliceReport:
+        return self._movers[work.mapping_id].copy(work)
+
+    def unmap(self, mapping_id: int) -> None:
+        mover = self._movers.pop(mapping_id, None)
+        if mover is not None:
+            mover.unmap(mapping_id)
+
+    def close(self) -> None:
+        self._cards.close()
+        self._host.close()
+        self._movers.clear()

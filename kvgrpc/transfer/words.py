@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts and slices as the native copiers take them."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvgrpc.api import Layout
+from kvgrpc.core.types import RunSlice
+
+EntryWords = tuple[int, int, int, int, int, int, int, int]
+
+
+def group_words(layout: Layout, chunk_tokens: int) -> list[tuple[int, int, list[EntryWords]]]:
+    """The groups of a layout, as _native.Mapping says."""
+    return [
+        (
+            chunk_tokens // group.block_size,
+            group.num_blocks,
+            [
+                (
+                    runs.memory_index,
+                    runs.base_bytes,
+                    runs.layers,
+                    runs.layer_stride_bytes,
+                    runs.planes,
+                    runs.plane_stride_bytes,
+                    runs.block_stride_bytes,
+                    runs.run_bytes,
+                )
+                for runs in group.runs
+            ],
+        )
+        for group in layout.groups
+    ]
+
+
+def slice_words(work: RunSlice) -> array[int]:
+    """The slice, as HostCopier.copy takes it."""
+    words = [len(work.pieces)]
+    for piece in work.pieces:
+        words.append(len(piece.extents))
+        for extent in piece.extents:
+            words += extent
+        words += piece.span
+        for first_block, block_ids in zip(piece.first_block, piece.block_ids, strict=True):
+            words += (first_block, len(block_ids))
+            words += block_ids
+    return array("q", words)

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CUDA driver without a card, for tests: libcuda.so.1 by name. Memory of the "card" lies in files under /dev/shm, so
+// that other processes open it by handle; each stream is a thread that dawdles, so that who does not wait sees it.
+//
+// As the real one: a copy may not cross two registered parts of host memory, a handle opens at its allocation's base, and
+// memory that came from elsewhere has none. FAKE_CARDS says how many cards there are. FAKE_FAIL_FILE: while this file is
+// there, every copy fails, and so does everything after the first.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace {
+
+using Pointer = std::uint64_t;
+constexpr int invalid = 1, lost = 700, pending = 600;
+
+struct Area {
+    std::size_t size;
+    std::string name;  // of a file; empty for host memory
+    int card;
+    int users;
+};
+
+std::mutex mutex;
+std::map<Pointer, Area> device;
+std::map<Pointer, std::size_t> host;
+std::atomic<bool> broken{false};
+std::atomic<int> serial{0};
+thread_local std::deque<std::intptr_t> contexts;
+
+int cards() {
+    const char* text = std::getenv("FAKE_CARDS");
+    return text != nullptr ? std::atoi(text) : 1;
+}
+
+int state() {
+    const char* file = std::getenv("FAKE_FAIL_FILE");
+    if (file != nullptr && access(file, F_OK) == 0) broken = true;
+    return broken ? lost : 0;
+}
+
+template <typename Map>
+bool inside(const Map& map, Pointer at, std::size_t size, const std::function<std::size_t(const typename Map::mapped_type&)>& of) {
+    auto found = map.upper_bound(at);
+    if (found == map.begin()) return false;
+    --found;
+    return at + size <= found->first + of(found->second);
+}
+
+bool reachable(Pointer at, std::size_t size) {
+    const std::lock_guard lock(mutex);
+    return inside(device, at, size, [](const Area& area) { return area.size; }) ||
+           inside(host, at, size, [](const std::size_t& length) { return length; });
+}
+
+struct FakeEvent {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::uint64_t recorded = 0, done = 0;
+};
+
+class FakeStream {
+  public:
+    FakeStream() : thread_([this] { run(); }) {}
+    ~FakeStream() {
+        put([this] { over_ = true; });
+        thread_.join();
+    }
+    void put(std::function<void()> work) {
+        const std::lock_guard lock(mutex_);
+        queue_.push_back(std::move(work));
+        changed_.notify_all();
+    }
+    void drain() {
+        std::mutex done;
+        std::condition_variable changed;
+        bool ended = false;
+        put([&] {
+            const std::lock_guard lock(done);
+            ended = true;
+            changed.notify_all();
+        });
+        std::unique_lock lock(done);
+        changed.wait(lock, [&] { return ended; });
+    }
+
+  private:
+    void run() {
+        while (!over_) {
+            std::function<void()> work;
+            {
+                std::unique_lock lock(mutex_);
+                changed_.wait(lock, [this] { return !queue_.empty(); });
+                work = std::move(queue_.front());
+                queue_.pop_front();
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(30));
+            work();
+        }
+    }
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> queue_;
+    bool over_ = false;
+    std::thread thread_;
+};
+
+int copy(Pointer target, Pointer source, std::size_t size, FakeStream* stream) {
+    if (state() != 0) return state();
+    if (!reachable(target, size) || !reachable(source, size)) return invalid;
+    stream->put([=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), size); });
+    return 0;
+}
+
+std::string path_of(const std::string& name) { return "/dev/shm/" + name; }
+
+}  // namespace
+
+extern "C" {
+
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+int cuGetErrorName(int error, const char** name) {
+    return *name = error == lost ? "CUDA_ERROR_ILLEGAL_ADDRESS" : error == invalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR", 0;
+}
+int cuGetErrorString(int, const char** text) { return *text = "the fake driver says so", 0; }
+int cuDeviceGetCount(int* count) { return *count = cards(), 0; }
+int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, static_cast<std::size_t>(size), "Fake card"), 0; }
+int cuDeviceGetPCIBusId(char* id, int size, int card) { return std::snprintf(id, static_cast<std::size_t>(size), "0000:%02x:00.0", card), 0; }
+int cuDeviceGetUuid_v2(char* uuid, int card) { return std::memset(uuid, 0xa0 + card, 16), 0; }
+int cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }
+int cuDevicePrimaryCtxRetain(void** context, int card) { return *context = reinterpret_cast<void*>(std::intptr_t{card} + 1), 0; }
+int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(reinterpret_cast<std::intptr_t>(context)), 0; }
+int cuCtxPopCurrent_v2(void** context) {
+    *context = reinterpret_cast<void*>(contexts.back());
+    contexts.pop_back();
+    return 0;
+}
+int cuMemGetInfo_v2(std::size_t* unused, std::size_t* all) { return *unused = *all = std::size_t{1} << 33, state(); }
+
+int cuMemAlloc_v2(Pointer* pointer, std::size_t size) {
+    const std::string name = "kvgrpc-fake-" + std::to_string(getpid()) + "-" + std::to_string(serial++);
+    const int fd = open(path_of(name).c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) return 2;
+    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    *pointer = reinterpret_cast<Pointer>(at);
+    const std::lock_guard lock(mutex);
+    device[*pointer] = {size, name, contexts.empty() ? 0 : static_cast<int>(contexts.back() - 1), 1};
+    return 0;
+}
+int cuMemFree_v2(Pointer pointer) {
+    const std::lock_guard lock(mutex);
+    const auto found = device.find(pointer);
+    if (found == device.end()) return invalid;
+    unlink(path_of(found->second.name).c_str());
+    munmap(reinterpret_cast<void*>(pointer), found->second.size);
+    device.erase(found);
+    return 0;
+}
+int cuMemHostAlloc(void** at, std::size_t size, unsigned) {
+    *at = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
+    const std::lock_guard lock(mutex);
+    host[reinterpret_cast<Pointer>(*at)] = size;
+    return 0;
+}
+int cuMemFreeHost(void* at) {
+    const std::lock_guard lock(mutex);
+    host.erase(reinterpret_cast<Pointer>(at));
+    std::free(at);
+    return 0;
+}
+int cuMemHostRegister_v2(void* at, std::size_t size, unsigned) {
+    if (std::getenv("FAKE_NO_PIN") != nullptr) return 2;
+    const std::lock_guard lock(mutex);
+    return host.emplace(reinterpret_cast<Pointer>(at), size).second ? 0 : 712;
+}
+int cuMemHostUnregister(void* at) {
+    const std::lock_guard lock(mutex);
+    return host.erase(reinterpret_cast<Pointer>(at)) != 0 ? 0 : 713;
+}
+int cuMemGetAddressRange_v2(Pointer* base, std::size_t* size, Pointer pointer) {
+    const std::lock_guard lock(mutex);
+    auto found = device.upper_bound(pointer);
+    if (found == device.begin()) return invalid;
+    --found;
+    if (pointer >= found->first + found->second.size) return invalid;
+    *base = found->first;
+    *size = found->second.size;
+    return 0;
+}
+int cuPointerGetAttribute(void* value, int which, Pointer pointer) {
+    Pointer base = 0;
+    std::size_t size = 0;
+    if (cuMemGetAddressRange_v2(&base, &size, pointer) != 0) return invalid;
+    const std::lock_guard lock(mutex);
+    const int card = device[base].card;
+    if (which == 1) *static_cast<void**>(value) = reinterpret_cast<void*>(std::intptr_t{card} + 1);
+    else if (which == 2) *static_cast<int*>(value) = 2;
+    else if (which == 9) *static_cast<int*>(value) = card;
+    else *static_cast<std::uint32_t*>(value) = 0;
+    return 0;
+}
+int cuIpcGetMemHandle(char* handle, Pointer pointer) {
+    const std::lock_guard lock(mutex);
+    const auto found = device.find(pointer);
+    if (found == device.end()) return invalid;
+    std::memset(handle, 0, 64);
+    std::strncpy(handle, found->second.name.c_str(), 63);
+    return 0;
+}
+struct Handle {
+    char bytes[64];
+};
+int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
+    handle.bytes[63] = 0;
+    const std::string name = handle.bytes;
+    if (name.rfind("kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
+    {
+        const std::lock_guard lock(mutex);
+        for (const auto& [at, area] : device) {
+            if (area.name == "open " + name) return 208;  // already mapped: whoever opens twice did not count
+        }
+    }
+    const int fd = open(path_of(name).c_str(), O_RDWR);
+    struct stat found = {};
+    if (fd < 0 || fstat(fd, &found) != 0) return invalid;
+    const auto size = static_cast<std::size_t>(found.st_size);
+    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    *pointer = reinterpret_cast<Pointer>(at);
+    const std::lock_guard lock(mutex);
+    device[*pointer] = {size, "open " + name, static_cast<int>(contexts.back() - 1), 1};
+    return 0;
+}
+int cuIpcCloseMemHandle(Pointer pointer) {
+    const std::lock_guard lock(mutex);
+    const auto found = device.find(pointer);
+    if (found == device.end()) return invalid;
+    munmap(reinterpret_cast<void*>(pointer), found->second.size);
+    device.erase(found);
+    return 0;
+}
+int cuStreamCreate(FakeStream** stream, unsigned) { return *stream = new FakeStream, 0; }
+int cuStreamDestroy_v2(FakeStream* stream) { return delete stream, 0; }
+int cuStreamSynchronize(FakeStream* stream) { return stream->drain(), state(); }
+int cuStreamWaitEvent(FakeStream* stream, FakeEvent* event, unsigned) {
+    const std::lock_guard lock(event->mutex);
+    stream->put([event, until = event->recorded] {
+        std::unique_lock waiting(event->mutex);
+        event->changed.wait(waiting, [&] { return event->done >= until; });
+    });
+    return 0;
+}
+int cuEventCreate(FakeEvent** event, unsigned) { return *event = new FakeEvent, 0; }
+int cuEventDestroy_v2(FakeEvent*) { return 0; }  // streams may still look at it
+int cuEventRecord(FakeEvent* event, FakeStream* stream) {
+    const std::lock_guard lock(event->mutex);
+    stream->put([event, number = ++event->recorded] {
+        const std::lock_guard locked(event->mutex);
+        event->done = number;
+        event->changed.notify_all();
+    });
+    return 0;
+}
+int cuEventQuery(FakeEvent* event) {
+    if (state() != 0) return state();
+    const std::lock_guard lock(event->mutex);
+    return event->done >= event->recorded ? 0 : pending;
+}
+int cuMemcpyAsync(Pointer target, Pointer source, std::size_t size, FakeStream* stream) { return copy(target, source, size, stream); }
+int cuMemcpy2DAsync_v2(const void*, FakeStream*) { return invalid; }
+int cuMemcpyBatchAsync(Pointer* targets, Pointer* sources, std::size_t* sizes, std::size_t count, void*, std::size_t*, std::size_t,
+                       std::size_t* failed, FakeStream* stream) {
+    for (std::size_t i = count; i-- > 0;) {  // in no order that anybody may count on
+        const int result = copy(targets[i], sources[i], sizes[i], stream);
+        if (result != 0) return *failed = i, result;
+    }
+    return 0;
+}
+// paged_copy, the only kernel.
+int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, FakeStream* stream, void** parameters,
+                   void**) {
+    const Pointer units = *static_cast<Pointer*>(parameters[0]);
+    const unsigned count = *static_cast<unsigned*>(parameters[1]);
+    const bool to_engine = *static_cast<int*>(parameters[2]) != 0;
+    if (state() != 0) return state();
+    stream->put([=] {
+        const auto* words = reinterpret_cast<const std::uint64_t*>(units);
+        for (unsigned i = 0; i < count; ++i, words += 3) {
+            if (!reachable(words[0], words[2]) || !reachable(words[1], words[2])) std::abort();
+            auto* engine = reinterpret_cast<void*>(words[0]);
+            auto* other = reinterpret_cast<void*>(words[1]);
+            std::memcpy(to_engine ? engine : other, to_engine ? other : engine, words[2]);
+        }
+    });
+    return 0;
+}
+
+}  // extern "C"

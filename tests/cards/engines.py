@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with memory on a card, each a process of its own that does what its parent says.
+
+with engine_process("fake") as engine:            # or "cuda": a real card
+    layout = engine.make(kv, arrangement, 16, 40)
+    engine.write(ids, first_token)                # position-coded, from inside the process
+    engine.wrong_tokens(ids, first_token)         # [] is good
+    engine.untouched(ids)
+    engine.start(address, ...); engine.store(...); engine.retrieve(...)    # as a client of a server
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvgrpc.api import CudaIpcMemory, Layout, RegisterRequest, SharedMemory, Tokens
+from kvgrpc.client import (
+    OWN_HASH_ALGORITHM,
+    SchedulerClient,
+    SchedulerOptions,
+    SpaceIdentity,
+    WorkerClient,
+    WorkerOptions,
+    stored_form,
+)
+from kvgrpc.core.types import TokenRange
+from kvgrpc.transfer import _native
+from tests.kvdata import Arrangement, Image, Kv
+
+WAIT_S = 60.0
+
+
+class FakeMemory:
+    """On the fake driver's card."""
+
+    def __init__(self, size_bytes: int) -> None:
+        from tests.cards.fake import CardMemory
+
+        self._memory = CardMemory(size_bytes)
+        self.pointer = self._memory.pointer
+
+    def upload(self, data: bytearray) -> None:
+        self._memory.buffer[:] = data
+
+    def download(self) -> bytes:
+        return bytes(self._memory.buffer)
+
+    def free(self) -> None:
+        self._memory.free()
+
+
+class CudaMemory:
+    """On a real card, by the CUDA driver alone, so that nothing but the test allocates."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._size = size_bytes
+        self._check(self._cuda.cuInit(0))
+        context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
+        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+        self._check(self._cuda.cuCtxSetCurrent(context))
+        self._check(self._cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
+        self.pointer = pointer.value
+
+    def upload(self, data: bytearray) -> None:
+        source = (ctypes.c_ubyte * len(data)).from_buffer(data)
+        self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(self.pointer), source, ctypes.c_size_t(len(data))))
+
+    def download(self) -> bytes:
+        data = (ctypes.c_ubyte * self._size)()
+        self._check(self._cuda.cuMemcpyDtoH_v2(data, ctypes.c_uint64(self.pointer), ctypes.c_size_t(self._size)))
+        return bytes(data)
+
+    def free(self) -> None:
+        self._check(self._cuda.cuMemFree_v2(ctypes.c_uint64(self.pointer)))
+
+    @staticmethod
+    def _check(result: int) -> None:
+        assert result == 0, f"CUDA error {result}"
+
+
+MEMORY: dict[str, type[FakeMemory] | type[CudaMemory]] = {"fake": FakeMemory, "cuda": CudaMemory}
+
+
+class Engine:
+    """What runs in the process."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._memory: FakeMemory | CudaMemory | None = None
+        self._image: Image | None = None
+        self._layout: Layout | None = None
+        self._worker: WorkerClient | None = None
+        self._scheduler: SchedulerClient | None = None
+        self._lookups = 0
+
+    def make(self, kv: Kv, arrangement: Arrangement, block_size: int, num_blocks: int, **room: int) -> Layout:
+        """Memory in an allocation of its own, filled with 0xA5; what it is as a layout."""
+        if self._memory is not None:
+            self._memory.free()
+        self._image = image = Image(kv, arrangement, block_size, num_blocks, **room)
+        self._memory = memory = MEMORY[self._kind](image.size_bytes)
+        memory.upload(image.buffer)
+        handle, uuid, offset, _ = _native.export_memory(memory.pointer)
+        assert offset == 0
+        pieces = [piece for piece in image.layout().memory if isinstance(piece, SharedMemory)]
+        shared = tuple(CudaIpcMemory(handle, uuid, piece.offset_bytes, piece.size_bytes) for piece in pieces)
+        self._layout = replace(image.layout(), memory=shared)
+        return self._layout
+
+    def write(self, ids: Sequence[int], first_token: int = 0) -> None:
+        self._load()
+        self._image.write(ids, first_token)
+        self._memory.upload(self._image.buffer)
+
+    def wrong_tokens(self, ids: Sequence[int], first_token: int = 0) -> list[int]:
+        self._load()
+        return self._image.wrong_tokens(ids, first_token)
+
+    def untouched(self, ids: Sequence[int]) -> bool:
+        self._load()
+        return self._image.untouched(ids)
+
+    def object_bytes(self, ids: Sequence[int]) -> bytes:
+        self._load()
+        return self._image.object_bytes(ids)
+
+    def _load(self) -> None:
+        assert self._image is not None and self._memory is not None
+        self._image.memory[:] = memoryview(self._memory.download())
+
+    # ---- as a client ------------------------------------------------------------------------------------------------
+
+    def start(
+        self, address: str, engine_id: str, ranks: tuple[int, int, int, int] = (0, 0, 1, 1), name: str = ""
+    ) -> str:
+        """Registers; "" or why not. ``ranks``: kv_rank, tp_rank, tp_size, kv_tp_size."""
+        assert self._layout is not None
+        kv_rank, tp_rank, tp_size, kv_tp_size = ranks
+        form = stored_form(self._layout.groups)
+        identity = SpaceIdentity("model", "1", "bfloat16", kv_tp_size, OWN_HASH_ALGORITHM, form)
+        request = RegisterRequest(engine_id, identity, kv_rank, tp_rank, tp_size, kv_tp_size, self._layout)
+        self._worker = WorkerClient(address, request, WorkerOptions(client_id=name))
+        ready = self._worker.start(WAIT_S)
+        self._scheduler = SchedulerClient(address, engine_id, identity, SchedulerOptions(tp_size=tp_size))
+        return "" if ready and self._scheduler.start(WAIT_S) else str(self._worker.problem)
+
+    def store(self, first: int, count: int, ids: Sequence[int]) -> list[str]:
+        """Outcomes of the chunks of a prompt (``count`` token ids from ``first`` on) that lies in ``ids``."""
+        results = self._worker.store(prompt(first, count), [ids]).result(WAIT_S)
+        return [one.outcome.name.lower() for one in results for _ in range(one.count)]
+
+    def begin_store(self, first: int, count: int, ids: Sequence[int]) -> None:
+        self._worker.store(prompt(first, count), [ids])
+
+    def lookup(self, first: int, count: int) -> tuple[bytes, int]:
+        self._lookups += 1
+        hit = self._scheduler.lookup(f"{os.getpid()}-{self._lookups}", prompt(first, count), timeout_s=10)
+        return hit.job_id, hit.hit_tokens
+
+    def retrieve(self, job_id: bytes, count: int, ids: Sequence[int]) -> list[str]:
+        results = self._worker.retrieve(job_id, TokenRange(0, count), [ids]).result(WAIT_S)
+        return [one.outcome.name.lower() for one in results for _ in range(one.count)]
+
+    def begin_retrieve(self, job_id: bytes, count: int, ids: Sequence[int]) -> None:
+        self._worker.retrieve(job_id, TokenRange(0, count), [ids])
+
+    def stop(self) -> bool:
+        self._scheduler.close()
+        return self._worker.close()
+
+
+def prompt(first: int, count: int) -> Tokens:
+    return Tokens(array("I", range(first, first + count)).tobytes())
+
+
+class EngineProcess:
+    """An Engine as its parent sees it: every method of it, by name; ``begin`` and ``end`` apart for several at once."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process = process
+        self._pipe = pipe
+
+    def begin(self, act: str, *arguments: Any, **more: Any) -> None:
+        self._pipe.send((act, arguments, more))
+
+    def end(self) -> Any:
+        assert self._pipe.poll(2 * WAIT_S), "the engine does not answer"
+        good, answer = self._pipe.recv()
+        assert good, answer
+        return answer
+
+    def __getattr__(self, act: str) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.begin(act, *arguments, **more)
+            return self.end()
+
+        return call
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def run(kind: str, pipe: Connection) -> None:
+    engine = Engine(kind)
+    while True:
+        try:
+            act, arguments, more = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(engine, act)(*arguments, **more)))
+        except Exception as error:  # noqa: BLE001 - outermost: its parent is told
+            pipe.send((False, repr(error)))
+
+
+@contextmanager
+def engine_process(kind: str) -> Iterator[EngineProcess]:
+    """Started afresh: a process that has used CUDA cannot be forked."""
+    context = multiprocessing.get_context("spawn")
+    mine, other = context.Pipe()
+    process = context.Process(target=run, args=(kind, other), daemon=True)
+    process.start()
+    other.close()
+    try:
+        yield EngineProcess(process, mine)
+    finally:
+        mine.close()
+        process.join(5)
+        process.kill()
+        process.join()
