@@ -49,7 +49,7 @@ def facts(
         ),
         device_config=Config(device_type="cpu"),
         kv_transfer_config=Config(engine_id="e" * 32),
-        speculative_config=None,
+        speculative_config=changes.get("speculative"),
         attention_config=Config(backend=changes.get("backend")),
         model_config=Config(
             model=changes.get("model", "org/model"),
@@ -89,6 +89,26 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
 )
 def test_what_changes_bytes_changes_the_space(other: dict[str, Any]):
     assert facts(**other).identity != facts().identity
+
+
+def speculative(method: str, drafter: str = "org/drafter") -> Any:
+    return Config(
+        method=method,
+        use_eagle=lambda: method == "eagle",
+        uses_draft_kv_cache=lambda: method != "ngram",
+        draft_model_config=Config(model=drafter, revision=None),
+    )
+
+
+def test_layers_of_a_drafter_are_part_of_the_blocks():
+    drafted = [facts(speculative=speculative("eagle", drafter)).identity for drafter in ("org/one", "org/two")]
+    drafted.append(facts(speculative=speculative("draft_model", "org/one")).identity)
+    assert len({facts().identity, *drafted}) == 4
+    assert facts(speculative=speculative("ngram")).identity == facts().identity
+    assert (facts(speculative=speculative("eagle")).volatile, facts(speculative=speculative("ngram")).volatile) == (
+        True,
+        False,
+    )
 
 
 def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):

@@ -149,7 +149,8 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return preferred_layout(str(vllm_config.device_config.device_type))
+        options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return preferred_layout(str(vllm_config.device_config.device_type)) if options.prefer_layout else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

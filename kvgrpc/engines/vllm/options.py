@@ -31,6 +31,7 @@ class Options:
     start_timeout_ms: int = 2_000
     store_share: float = 0.25
     store_generated: bool = True
+    prefer_layout: bool = True
 
 
 def parse_options(given: Mapping[str, object]) -> Options:

@@ -172,11 +172,20 @@ def _revision(config: Any, namespace: str) -> str:
     model = config.model_config
     hf = getattr(model, "hf_text_config", None) or model.hf_config
     facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
+    facts += _drafter(config.speculative_config)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if namespace:
         return digest
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     return f"{digest}/{commit}/{_weights(str(model.model))}"
+
+
+def _drafter(speculative: Any) -> list[object]:
+    """Layers of a drafter lie beside those of the model, in the same blocks. Drafts out of the prompt have none."""
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return []
+    drafter = speculative.draft_model_config
+    return [speculative.method, str(drafter.model), drafter.revision or "", _weights(str(drafter.model))]
 
 
 def _weights(model: str) -> str:
