@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -128,6 +128,15 @@ bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
 bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
 	@mkdir -p benchmarks/results
 	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+# Python with torch and CuPy for this machine's CUDA; .venv has torch for CPUs.
+GPU_PY   ?= $(PY)
+GPU_TESTS = $(shell test $$(nvidia-smi -L | wc -l) -ge 2 && echo "gpu or gpus" || echo gpu)
+
+gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP)) ## tests and benchmark on a card; GPU_PY=python names another Python, JSON=FILE writes the figures
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu needs an NVIDIA card, and nvidia-smi shows none here"; exit 1; }
+	$(GPU_PY) -m pytest -q -m "$(GPU_TESTS)" tests/gpu
+	$(GPU_PY) -m kvgrpc bench gpu $(if $(JSON),--json $(JSON))
 
 plots: $(STAMP) ## draw the newest committed figures into docs/
 	$(PY) -m benchmarks.plot

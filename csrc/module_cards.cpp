@@ -113,6 +113,8 @@ class PyFlight {
              std::unique_ptr<Flight> flight)
         : copier_(std::move(copier)), mapping_(std::move(mapping)), flight_(std::move(flight)) {}
 
+    bool failed() const { return !flight_->error().empty(); }
+
     std::tuple<std::uint64_t, int, bool, std::string> wait() {
         const Report report = flight_->wait();
         return {report.completed, static_cast<int>(report.stop), report.torn, flight_->error()};
@@ -156,7 +158,9 @@ void bind_cards(nb::module_& module) {
         .def("memory", &Card::memory, Unlocked());
     nb::class_<DeviceMapping>(module, "DeviceMapping")
         .def(nb::new_(&map_device), "card"_a, "regions"_a, "windows"_a, "groups"_a, "mode"_a);
-    nb::class_<PyFlight>(module, "Flight").def("wait", &PyFlight::wait, Unlocked());
+    nb::class_<PyFlight>(module, "Flight")
+        .def("wait", &PyFlight::wait, Unlocked())
+        .def_prop_ro("failed", &PyFlight::failed);
     nb::class_<PyDeviceCopier>(module, "DeviceCopier")
         .def(nb::init<std::shared_ptr<Card>, Memory, std::uint64_t, std::uint64_t, unsigned>(), "card"_a, "arena"_a,
              "part_bytes"_a, "step_bytes"_a = std::uint64_t{16} << 20, "steps"_a = 4)

@@ -18,6 +18,7 @@ from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
+from kvgrpc.runtime.garbage import Freezer
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.base import Mover
@@ -129,8 +130,12 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
 
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
+    freezer = Freezer(lambda: server.traffic.limited_calls == 0)
+    freezing = asyncio.create_task(freezer.run())
     try:
         await run(server, started, signals)
     finally:
+        freezing.cancel()
+        freezer.close()
         await driver.close()
         arena.close()

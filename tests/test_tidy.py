@@ -18,7 +18,7 @@ BUILD_OUTPUT = {"build", "dist", "__pycache__"}
 MODULE_LINES = 400
 FUNCTION_LINES = 70
 CONSTRUCTOR_PARAMETERS = 6
-CORE_CODE_LINES = 2720  # docs/adr/0013
+CORE_CODE_LINES = 2750  # docs/adr/0014
 
 CORE_IMPORTS = {
     "__future__",

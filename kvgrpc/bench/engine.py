@@ -15,7 +15,7 @@ from multiprocessing.shared_memory import SharedMemory
 from kvgrpc import api
 from kvgrpc.bench.processes import BenchError
 from kvgrpc.client.aio import AioClient
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, Role, SpaceIdentity, SpaceRef, TokenRange
+from kvgrpc.core.types import ChunkOutcome, ChunkResult, LookupAnswer, Role, SpaceIdentity, SpaceRef, TokenRange
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.layout import stored_form
 
@@ -84,16 +84,28 @@ class Worker:
         request = api.StoreRequest(self._engine_id, self._calls, self._space, content, (blocks,))
         return await _copied(self._client.store(request, timeout_s=COPY_S), ChunkOutcome.STORED)
 
+    async def store_again(self, content: api.Content, blocks: Sequence[int]) -> None:
+        """Whatever of it is there already."""
+        self._calls += 1
+        request = api.StoreRequest(self._engine_id, self._calls, self._space, content, (blocks,))
+        await self._client.store(request, timeout_s=COPY_S)
+
     async def retrieve(self, content: api.Content, blocks: Sequence[int]) -> float:
         """Looks up, which is not counted, and retrieves."""
         self._calls += 1
         name = str(self._calls)
-        hit = await self._client.lookup(api.LookupRequest(self._engine_id, name, self._space, content))
+        hit = await self.lookup(content, name)
         tokens = TokenRange(0, content.num_tokens)
         request = api.RetrieveRequest(self._engine_id, self._calls, hit.job_id, tokens, (blocks,))
         took = await _copied(self._client.retrieve(request, timeout_s=COPY_S), ChunkOutcome.LOADED)
         await self._client.end_request(self._engine_id, name)
         return took
+
+    async def lookup(self, content: api.Content, name: str) -> LookupAnswer:
+        return await self._client.lookup(api.LookupRequest(self._engine_id, name, self._space, content))
+
+    async def end(self, name: str) -> None:
+        await self._client.end_request(self._engine_id, name)
 
 
 async def _copied(call: Awaitable[tuple[ChunkResult, ...]], outcome: ChunkOutcome) -> float:
@@ -108,18 +120,24 @@ async def _copied(call: Awaitable[tuple[ChunkResult, ...]], outcome: ChunkOutcom
 @asynccontextmanager
 async def working(address: str, paging: Paging, identity: SpaceIdentity) -> AsyncGenerator[Worker, None]:
     """A worker with memory of this paging, in an engine of its own."""
-    engine_id = secrets.token_hex(16)
     with shared_memory(paging.size_bytes) as memory:
-        async with AioClient(address) as client:
-            session = client.attach(engine_id, Role.WORKER, secrets.token_bytes(16))
-            await anext(session)
-            layout = paging.layout(memory.name)
-            answer = await client.register(api.RegisterRequest(engine_id, identity, 0, 0, 1, 1, layout, host_id()))
-            try:
-                yield Worker(client, engine_id, SpaceRef(answer.space_base))
-            finally:
-                await client.unregister(engine_id)
-                await session.aclose()
+        async with sharing(address, paging.layout(memory.name), identity) as worker:
+            yield worker
+
+
+@asynccontextmanager
+async def sharing(address: str, layout: api.Layout, identity: SpaceIdentity) -> AsyncGenerator[Worker, None]:
+    """A worker whose memory is this, in an engine of its own."""
+    engine_id = secrets.token_hex(16)
+    async with AioClient(address) as client:
+        session = client.attach(engine_id, Role.WORKER, secrets.token_bytes(16))
+        await anext(session)
+        answer = await client.register(api.RegisterRequest(engine_id, identity, 0, 0, 1, 1, layout, host_id()))
+        try:
+            yield Worker(client, engine_id, SpaceRef(answer.space_base))
+        finally:
+            await client.unregister(engine_id)
+            await session.aclose()
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------

@@ -60,9 +60,9 @@ def listening(module: str, *arguments: str) -> Generator[Serving, None, None]:
             yield Serving(process, f"unix:{socket}")
 
 
-def serving(l1_size: str) -> AbstractContextManager[Serving]:
-    """``kvgrpc serve`` with its defaults and this much memory."""
-    return listening("kvgrpc", "serve", "--log-level", "warning", "--l1-size", l1_size, "--socket")
+def serving(l1_size: str, *flags: str) -> AbstractContextManager[Serving]:
+    """``kvgrpc serve`` with its defaults, but for these flags, and this much memory."""
+    return listening("kvgrpc", "serve", "--log-level", "warning", "--l1-size", l1_size, *flags, "--socket")
 
 
 def ask(process: subprocess.Popen[str], line: str) -> None:

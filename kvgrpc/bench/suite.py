@@ -36,6 +36,9 @@ _PLACES = {
 }
 NAMES = tuple(_PLACES)
 """The names of measurements; the names of their figures begin with them and a slash."""
+_CARD_PLACES = dict.fromkeys(("gpu_copies", "gpu_movers", "gpu_calls", "gpu_beside"), "gpu")
+CARD_NAMES = tuple(_CARD_PLACES)
+"""Those that need a card; the names of their figures begin with ``gpu/``."""
 
 
 def measure(name: str, quick: bool) -> list[Figure]:
@@ -47,7 +50,7 @@ def measure(name: str, quick: bool) -> list[Figure]:
 
 def main(name: str, effort: str) -> None:
     unwind_at_sigterm()
-    act = getattr(import_module(f"kvgrpc.bench.{_PLACES[name]}"), name)
+    act = getattr(import_module(f"kvgrpc.bench.{(_PLACES | _CARD_PLACES)[name]}"), name)
     try:
         figures: list[Figure] = act(QUICK if effort == "quick" else FULL)
     except BenchError as error:

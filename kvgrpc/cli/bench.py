@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -10,25 +11,30 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvgrpc.bench.card import CardEngine
 from kvgrpc.bench.processes import BenchError, unwind_at_sigterm
-from kvgrpc.bench.results import Figure, Report
-from kvgrpc.bench.suite import NAMES, measure
+from kvgrpc.bench.results import Figure, Report, versions
+from kvgrpc.bench.suite import CARD_NAMES, NAMES, measure
 
 
 @click.command()
+@click.argument("what", required=False, type=click.Choice(["gpu"]))
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="also write FILE, or DATE-KIND.json into it")
-@click.option("--only", multiple=True, type=click.Choice(NAMES), help="measure only this (may be repeated)")
+@click.option(
+    "--only", multiple=True, type=click.Choice((*NAMES, *CARD_NAMES)), help="measure only this (may be repeated)"
+)
 @click.option("--quick", is_flag=True, help="few repetitions: shows that all runs, says little of speed")
 @click.option("--strict", is_flag=True, help="exit with 1 when a goal is missed")
-def bench(json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bool) -> None:
-    """Measure this machine: calls, lookups, copies, the core alone, starting.
+def bench(what: str | None, json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bool) -> None:
+    """Measure this machine: calls, lookups, copies, the core alone, starting; or, with GPU, copies of its card.
 
     Starts servers and clients of its own on private sockets and ends them. Needs 6 GiB of free memory. Each value is a
     median over repetitions; ratios are taken between things that alternate in one run.
     """
     unwind_at_sigterm()
     figures: list[Figure] = []
-    names = [name for name in NAMES if name in only] or list(NAMES)
+    known = CARD_NAMES if what == "gpu" else NAMES
+    names = [name for name in known if name in only] or list(known)
     columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
     # drawn between measurements only: a thread that redraws would be measured too
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
@@ -40,12 +46,22 @@ def bench(json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bo
             except BenchError as error:
                 raise click.ClickException(f"{name}: {error}") from None
             progress.advance(task)
-    report = Report("quick" if quick else "bench", tuple(figures))
+    kind = "quick" if quick else what or "bench"
+    report = Report(kind, tuple(figures), versions=card_versions() if what == "gpu" else versions())
     Console().print(as_table(report.figures))
     if json_path is not None:
         click.echo(f"written: {report.write(json_path)}")
     if strict and any(one.met is False for one in figures):
         raise SystemExit(1)
+
+
+def card_versions() -> dict[str, str]:
+    """The card, its driver, and what the server uses on it."""
+    driver = Path("/proc/driver/nvidia/version")
+    found = re.findall(r"\s(\d+\.\d+(?:\.\d+)?)\s", driver.read_text()) if driver.exists() else []
+    card = CardEngine()
+    facts = {"card": card.name, "cuda": card.driver, "driver": found[0] if found else "unknown"}
+    return versions("cupy-cuda12x", "cupy-cuda13x", "torch") | facts
 
 
 def as_table(figures: tuple[Figure, ...]) -> Table:

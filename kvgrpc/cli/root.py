@@ -15,6 +15,7 @@ _COMMANDS = {
     "healthcheck": "kvgrpc.cli.healthcheck",
     "demo": "kvgrpc.cli.demo.command",
     "bench": "kvgrpc.cli.bench",
+    "doctor": "kvgrpc.cli.doctor",
 }
 """Where each command is; loaded when it is asked for, so that a server does not wait for what it never uses."""
 

@@ -33,10 +33,11 @@ from kvgrpc.core.types import (
     TokenRange,
 )
 from kvgrpc.status import refusal_from_status
-from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
+from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvgrpc.wire import admin, cache, engine
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
+LOOKUP, STORE = "/kvgrpc.v1.KvCacheService/Lookup", "/kvgrpc.v1.KvCacheService/Store"
 DEFAULT_OPTIONS = ChannelOptions()
 
 Request = TypeVar("Request", contravariant=True)
@@ -89,6 +90,9 @@ class _Open:
 
     pid: int
     channel: grpc.aio.Channel
+    lookup: Any
+    store: Any
+    """These two take messages that are serialised already."""
     cache: Any
     engine: Any
     admin: Any
@@ -162,8 +166,8 @@ class AioClient:
     # ---- cache ------------------------------------------------------------------------------------------------------
 
     async def lookup(self, request: api.LookupRequest, *, timeout_s: float | None = None) -> LookupAnswer:
-        stub = self._stubs().cache.Lookup
-        return await self._call(stub, cache.encode_lookup_request(request), cache.decode_lookup_response, timeout_s)
+        method = self._stubs().lookup
+        return await self._call(method, cache.write_lookup_request(request), cache.decode_lookup_response, timeout_s)
 
     async def query(
         self, engine_id: str, job_id: bytes, wait_ms: int = 0, *, timeout_s: float | None = None
@@ -174,9 +178,9 @@ class AioClient:
         return await self._call(stub, message, cache.decode_query_response, timeout_s)
 
     async def store(self, request: api.StoreRequest, *, timeout_s: float | None = None) -> tuple[ChunkResult, ...]:
-        stub = self._stubs().cache.Store
-        message = cache.encode_store_request(request)
-        return await self._call(stub, message, cache.decode_store_response, self._copy_s(timeout_s))
+        method = self._stubs().store
+        message = cache.write_store_request(request)
+        return await self._call(method, message, cache.decode_store_response, self._copy_s(timeout_s))
 
     async def retrieve(
         self, request: api.RetrieveRequest, *, timeout_s: float | None = None
@@ -250,6 +254,8 @@ class AioClient:
         self._opened = _Open(
             os.getpid(),
             channel,
+            channel.unary_unary(LOOKUP, response_deserializer=cache_pb2.LookupResponse.FromString),
+            channel.unary_unary(STORE, response_deserializer=cache_pb2.StoreResponse.FromString),
             cache_pb2_grpc.KvCacheServiceStub(channel),
             engine_pb2_grpc.EngineServiceStub(channel),
             admin_pb2_grpc.AdminServiceStub(channel),

@@ -59,7 +59,12 @@ class Piece(NamedTuple):  # one is made for every chunk, and a tuple in a third 
 
 @dataclass(frozen=True, slots=True)
 class RunSlice:
-    """Copy these pieces, in order, stop at the first failure, then report ``slice_done(slice_id, …)``."""
+    """Copy these pieces, in order, stop at the first failure, then report ``slice_done(slice_id, …)``.
+
+    Slices of a client are copied and reported in the order they come. ``after`` (0: none) is the slice of the same call
+    in front of it that was not reported when this one was ordered: if that one stopped early, this copies nothing and
+    is reported as ``SKIPPED``.
+    """
 
     slice_id: int
     client_id: str
@@ -67,6 +72,7 @@ class RunSlice:
     call_id: int
     direction: Direction
     pieces: tuple[Piece, ...]
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

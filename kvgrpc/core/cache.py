@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from kvgrpc.core import checks, snapshots
 from kvgrpc.core import types as t
-from kvgrpc.core.calls import Calls, fingerprint
+from kvgrpc.core.calls import SLICES_AHEAD, Calls, fingerprint
+from kvgrpc.core.desk import Desk
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.holds import Holds
 from kvgrpc.core.index import IdentityFacts, Index, Space
@@ -21,7 +22,7 @@ from kvgrpc.core.keys import space_digest
 from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.lookups import Lookups
-from kvgrpc.core.plans import Desk, RetrievePlan, StorePlan
+from kvgrpc.core.plans import RetrievePlan, StorePlan
 from kvgrpc.core.prefetch import Prefetcher
 from kvgrpc.core.sessions import Client, Sessions
 
@@ -156,7 +157,7 @@ class Bookkeeper:
 
     def _settle_client(self, client: Client) -> None:
         """Emits what waited for the client's last slice."""
-        if client.running is not None:
+        if client.in_flight:
             return
         self.ledger.outbox += [t.Unmap(client.client_id, mapping_id) for mapping_id in client.unmaps]
         client.unmaps.clear()
@@ -210,14 +211,6 @@ class Bookkeeper:
         return None if registration is None else registration.mapping_id
 
     # ---- lookups ----------------------------------------------------------------------------------------------------
-
-    def find_lookup(
-        self, now: int, client_id: str, engine_id: str, request_id: str, attempt: int, fingerprint: int = 0
-    ) -> t.LookupAnswer | None:
-        """The recorded answer of a lookup that is asked again. Refuses: INVALID_FIELD if it asks for something else."""
-        engine = self.sessions.find_working(client_id, engine_id).engine
-        job = engine.requests.get(request_id, {}).get(attempt)
-        return None if job is None else job.answer(fingerprint)
 
     def lookup(self, now: int, client_id: str, command: t.LookupCommand) -> t.LookupAnswer:
         """See the protocol. Refuses: NOT_ATTACHED, ENGINE_*, SPACE_UNKNOWN, RANK, TP_SIZE_MISMATCH, JOB_LIMIT, …"""
@@ -296,6 +289,12 @@ class Bookkeeper:
         client = self.calls.slice_done(now, slice_id, report)
         self._settle_client(client)
         self.calls.advance(now, client)
+
+    def plan_ahead(self, now: int, client_id: str) -> None:
+        """The client's slices have been handed over: what comes behind them is planned while they are copied."""
+        client = self.sessions.clients.get(client_id)
+        if client is not None:
+            self.calls.advance(now, client, SLICES_AHEAD)
 
     def probe_done(self, now: int, probe_id: int, found: Sequence[str]) -> None:
         """The tiers have answered, a tier's name or "" for each object."""

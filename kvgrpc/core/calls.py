@@ -2,9 +2,10 @@
 """Store and Retrieve calls: their records, their order, their end.
 
 Theory of operation. From call to answer the named blocks belong to the server. A call is queued at its client; one
-slice a client is in flight at a time; what a call has left is planned only when its turn comes. Between two slices a
-waiting Retrieve goes before Stores whose blocks it does not touch. A call ends when nothing of it is left, at its first
-failure, or when it is revoked: at once if no slice of it is in flight, else when that slice is reported. Its record
+slice a client is in flight at a time, and one more of the same call, or of a Retrieve that goes before it, planned
+while that one is copied; what a call has left is planned only when its turn comes. Between two slices a waiting
+Retrieve goes before Stores whose blocks it does not touch. A call ends when nothing of it is left, at its first
+failure, or when it is revoked: at once if no slice of it is in flight, else when its last one is reported. Its record
 stays, so that a repeat joins it or gets its result; a fenced id that has not arrived is recorded, too, and refused when
 it does.
 """
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from kvgrpc.core.sessions import Client
 
 REVOKED = "REVOKED"
+SLICES_AHEAD = 2
+"""Most slices of a client in flight: one that is copied, and one that waits behind it, so that copies follow each other
+without a gap."""
 PASSING_CALLS, PASSING_BLOCKS, PASSED_BLOCKS = 8, 16384, 65536
 """How many waiting Retrieves are tried at a turn; how many blocks such a one may name, and are compared at a turn; and
 how many a call may name that another goes before."""
@@ -48,7 +52,9 @@ class Call:
     """A call in front of it that touches a block of it."""
     results: tuple[ChunkResult, ...] | None = None
     revoked: bool = False
+    failed: bool = False
     slice_id: int = 0
+    """Its last slice, while that is in flight."""
     ended_ns: int = 0
 
 
@@ -107,19 +113,25 @@ class Calls:
 
     # ---- schedule ---------------------------------------------------------------------------------------------------
 
-    def advance(self, now: int, client: Client) -> None:
-        """Gives the client's next slice to the hands; calls that need no more copies end."""
-        while client.running is None and client.queue:
+    def advance(self, now: int, client: Client, most: int = 1) -> None:
+        """Gives the client's next slice to the hands while fewer than ``most`` are in flight; calls that need no more
+        copies end."""
+        while len(client.in_flight) < most and client.queue:
             call, plan = _next(client)
+            if call.revoked or call.failed:
+                return
             assert client.registration is not None
             pieces = plan.next_slice()
             if not pieces:
+                if client.in_flight:
+                    return
                 self._end(call, plan, now)
                 continue
-            call.slice_id = self._ledger.next_id()
-            client.running = self.slices[call.slice_id] = call
+            after, call.slice_id = call.slice_id, self._ledger.next_id()
+            self.slices[call.slice_id] = call
+            client.in_flight.append(call)
             mapping_id = client.registration.mapping_id
-            order = RunSlice(call.slice_id, client.client_id, mapping_id, call.call_id, plan.direction, pieces)
+            order = RunSlice(call.slice_id, client.client_id, mapping_id, call.call_id, plan.direction, pieces, after)
             self._ledger.outbox.append(order)
 
     def slice_done(self, now: int, slice_id: int, report: SliceReport) -> Client:
@@ -127,11 +139,13 @@ class Calls:
         call = self.slices.pop(slice_id)
         plan = call.plan
         assert plan is not None
-        call.client.running = None
-        going_on = plan.slice_done(now, report, discard=call.revoked)
-        if call.revoked:
-            plan.stop(REVOKED)
-        if call.revoked or not going_on:
+        assert call.client.in_flight.pop(0) is call, "slices of a client are reported in their order"
+        if slice_id == call.slice_id:
+            call.slice_id = 0
+        call.failed |= not plan.slice_done(now, report, discard=call.revoked or call.failed)
+        if (call.revoked or call.failed) and call not in call.client.in_flight:
+            if call.revoked:
+                plan.stop(REVOKED)
             self._end(call, plan, now)
         return call.client
 
@@ -155,7 +169,7 @@ class Calls:
         """Ends a running call as soon as nothing of it can touch its blocks; True when that is now."""
         if call.plan is None:
             return True
-        if call.client.running is call:
+        if call in call.client.in_flight:
             if not call.revoked:
                 call.revoked = True
                 call.plan.abandon()

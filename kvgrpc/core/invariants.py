@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.calls import SLICES_AHEAD
 from kvgrpc.core.index import Chunk, Table
 from kvgrpc.core.plans import Plan, RetrievePlan, StorePlan
 from kvgrpc.core.sessions import Client
@@ -68,7 +69,7 @@ def _pinned(plan: Plan) -> list[Chunk]:
 
 def _in_flight(book: Bookkeeper) -> Iterator[Slot]:
     for plan in _plans(book):
-        yield from plan.flights[2]
+        yield from (slot for flight in plan.flights for slot in flight.slots)
     yield from (read.slot for read in book.prefetcher.reads.values())
 
 
@@ -199,10 +200,12 @@ def _check_calls(book: Bookkeeper) -> None:
             assert call.plan is not None
             assert call.results is None
         assert client.gone == (book.sessions.clients.get(client.client_id) is not client)
-        if client.running is not None:
-            assert client.running in client.queue
-            assert book.calls.slices[client.running.slice_id] is client.running
-        else:
+        assert len(client.in_flight) <= SLICES_AHEAD
+        for call in set(client.in_flight):
+            assert call in client.queue
+            assert call.plan is not None
+            assert client.in_flight.count(call) == len(call.plan.flights)
+        if not client.in_flight:
             assert not client.queue, "a call waits although no slice is in flight"
             assert not client.unmaps, "memory waits to be unmapped although no slice is in flight"
         for call_id, call in client.ended.items():

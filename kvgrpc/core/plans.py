@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, groupby, pairwise, repeat, starmap
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvgrpc.core import types as t
-from kvgrpc.core.holds import Holds
-from kvgrpc.core.index import Chunk, Index, Space
-from kvgrpc.core.jobs import Job, Jobs
-from kvgrpc.core.leases import Leases, finish_read
-from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.desk import Desk
+from kvgrpc.core.index import Chunk, Space
+from kvgrpc.core.jobs import Job
+from kvgrpc.core.leases import finish_read
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import ChunkOutcome as Outcome
 
 AFTER_FAILURE = "AFTER_FAILURE"
+SKIPPED = "SKIPPED"
+"""Reason of a report of a slice that was not begun, because the one before it stopped early."""
 SLICE_PIECES = 1024
 """Most pieces of a slice, however small: all of them are reserved, and ended, in one turn of the loop."""
 Known = tuple[Outcome, str]
@@ -31,15 +32,15 @@ STORED, RESIDENT, BEING_WRITTEN = (Outcome.STORED, ""), (Outcome.RESIDENT, ""), 
 LOADED, MISSING, CLEARED = (Outcome.LOADED, ""), (Outcome.MISSING, ""), (Outcome.REFUSED, "CLEARED")
 
 
-@dataclass(frozen=True, slots=True)
-class Desk:
-    """The parts of the core that a plan works on."""
+class Flight(NamedTuple):
+    """A slice in flight, one place in the prompt a piece. If it begins inside a chunk (``resumed``) or ends inside one
+    (``partial``), it has no other."""
 
-    ledger: Ledger
-    index: Index
-    leases: Leases
-    jobs: Jobs
-    holds: Holds
+    places: list[int]
+    chunks: list[Chunk]
+    slots: list[Slot]
+    resumed: bool
+    partial: bool
 
 
 class Plan(ABC):
@@ -72,11 +73,9 @@ class Plan(ABC):
         self._outcomes: list[Known | None] = [None] * (self._end - first)
         self._offset = 0
         """Bytes of the open chunk ``_at`` that were ordered; it is then the only one of its slice."""
-        self._resumed = False
-        """The slice in flight begins inside a chunk."""
         self._open: Targets = [], []
-        self.flights: tuple[list[int], list[Chunk], list[Slot]] = [], [], []
-        """Places in the prompt, chunks and slots of the slice in flight."""
+        self.flights: deque[Flight] = deque()
+        """In the order of their slices."""
 
     def touches(self, other: Plan) -> bool:
         """Whether the two calls name a block in common."""
@@ -98,8 +97,7 @@ class Plan(ABC):
         """Pieces of the next slice; empty when nothing is left to copy."""
         room, size = self._desk.ledger.limits.slice_bytes, self._object_bytes
         pieces: list[t.Piece] = []
-        places, chunks, slots = self.flights
-        self._resumed = self._offset > 0
+        places, chunks, slots, resumed = list[int](), list[Chunk](), list[Slot](), self._offset > 0
         while room > 0 and len(pieces) < SLICE_PIECES and not (pieces and size > room):
             if not self._offset:
                 self._open = self._open_next(min(max(room // size, 1), SLICE_PIECES - len(pieces)))
@@ -114,6 +112,8 @@ class Plan(ABC):
             self._offset = until
             if until == size:
                 self._at, self._offset = self._at + count, 0
+        if pieces:
+            self.flights.append(Flight(places, chunks, slots, resumed, self._offset > 0))
         return tuple(pieces)
 
     def _pieces(self, slots: list[Slot], until: int) -> Iterable[t.Piece]:
@@ -135,11 +135,12 @@ class Plan(ABC):
 
     @abstractmethod
     def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
-        """Takes what was copied; False when the call ends here. ``discard``: the call was revoked."""
+        """Takes what was copied by the oldest slice in flight; False when the call ends here. ``discard``: it was
+        revoked, or has failed before."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """The call was revoked while a slice is in flight."""
+        """The call was revoked, or has failed, while slices are in flight."""
 
     def _set(self, at: int, known: Known, count: int = 1) -> None:
         start = at - self._first
@@ -240,18 +241,19 @@ class StorePlan(Plan):
     def next_slice(self) -> tuple[t.Piece, ...]:
         """As for every plan; the slots are reserved now."""
         pieces = super().next_slice()
-        for slot in self.flights[2]:
+        for slot in self.flights[-1].slots if pieces else ():
             slot.in_flight = True
         return pieces
 
     def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Commits what was copied."""
-        (places, chunks, slots), self.flights = self.flights, ([], [], [])
-        self._desk.index.slots.settled(slots)
+        places, chunks, slots, _, partial = self.flights.popleft()
+        shared = partial and self.flights  # the slice behind it fills the same slot
+        self._desk.index.slots.settled(() if shared else slots)
         if discard:
             return False
         copied = report.completed
-        done = 0 if self._offset else copied
+        done = 0 if partial else copied
         known = STORED if self._desk.index.commit_objects(chunks[:done], self._kv_rank) else CLEARED
         for at in places[:done]:
             self._outcomes[at - self._first] = known
@@ -259,6 +261,7 @@ class StorePlan(Plan):
             return True
         self._set(places[copied], (Outcome.TORN if report.torn else Outcome.FAILED, report.reason))
         self._abort(chunks[copied:], slots[copied:])
+        self.abandon()
         self.stop(AFTER_FAILURE)
         return False
 
@@ -268,8 +271,9 @@ class StorePlan(Plan):
                 self._desk.index.abort_object(chunk, self._kv_rank)
 
     def abandon(self) -> None:
-        """What the slice in flight fills settles."""
-        self._abort(*self.flights[1:])
+        """What the slices in flight fill settles."""
+        for flight in self.flights:
+            self._abort(flight.chunks, flight.slots)
 
     def stop(self, reason: str) -> None:
         """As for every plan; a chunk that was filled in part is given up."""
@@ -347,35 +351,24 @@ class RetrievePlan(Plan):
             chunk = table.chunks.get(self._keys[at]) if table.live else None
         return chunk if chunk is not None and chunk.ready >> self._kv_rank & 1 else None
 
-    def next_slice(self) -> tuple[t.Piece, ...]:
-        """As for every plan. What is not there is missing, and all past the hit; between them nothing is tried."""
-        pieces = super().next_slice()
-        if not pieces:
-            hit = min(max(len(self._keys), self._at), self._end)
-            if self._at < hit:
-                self._set(self._at, MISSING)
-                self._set(self._at + 1, (Outcome.FAILED, AFTER_FAILURE), hit - self._at - 1)
-            self._set(hit, MISSING, self._end - hit)
-            self._at = self._end
-        return pieces
-
     def slice_done(self, now: int, report: t.SliceReport, *, discard: bool) -> bool:
         """Takes loaded chunks off the reader."""
-        (places, _, _), self.flights = self.flights, ([], [], [])
-        for at in places[: 0 if self._offset else report.completed]:
+        (places, _, _, resumed, partial), done = self.flights.popleft(), report.completed
+        for at in places[: 0 if partial else done]:
             finish_read(self._desk.leases, self._job, at, self._bit)
             self._set(at, LOADED)
         self._desk.jobs.unpinned(self._job, now)
-        if report.completed >= len(places):
+        if done >= len(places):
             return True
-        torn = report.torn or (self._resumed and not report.completed)
-        self._set(places[report.completed], (Outcome.TORN if torn else Outcome.FAILED, report.reason))
-        self._offset = 0
-        self.stop(AFTER_FAILURE)
+        if report.reason != SKIPPED:
+            torn = report.torn or (resumed and not done)
+            self._set(places[done], (Outcome.TORN if torn else Outcome.FAILED, report.reason))
+            self._offset = 0
+            self.stop(AFTER_FAILURE)
         return False
 
     def abandon(self) -> None:
-        """The pins of the slice in flight stay until it is reported."""
+        """The pins of slices in flight stay until they are reported."""
 
     def stop(self, reason: str) -> None:
         """As for every plan; a chunk of which a part was loaded is torn."""
@@ -384,7 +377,13 @@ class RetrievePlan(Plan):
         super().stop(reason)
 
     def finish(self, now: int) -> None:
-        """The prefix up to the range's end was used; the call's pins go."""
+        """The prefix up to the range's end was used; the call's pins go. What was not there is missing, as is all past
+        the hit; between them nothing was tried."""
+        hit = min(max(len(self._keys), self._at), self._end)
+        if self._at < hit:
+            self._set(self._at, MISSING)
+            self._set(self._at + 1, (Outcome.FAILED, AFTER_FAILURE), hit - self._at - 1)
+        self._set(hit, MISSING, self._end - hit)
         index = self._desk.index
         index.use(self._job.table, self._keys[: self._end], self._job.priority)
         index.unpin(self.pinned or ())

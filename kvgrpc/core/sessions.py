@@ -63,8 +63,8 @@ class Client:
     queue: deque[Call] = field(default_factory=deque["Call"])
     retrieves: deque[Call] = field(default_factory=deque["Call"])
     """Those of the queue that are Retrieves."""
-    running: Call | None = None
-    """The call whose slice is in flight."""
+    in_flight: list[Call] = field(default_factory=list["Call"])
+    """The calls of the slices in flight, in the order of these, once for each."""
     unmaps: list[int] = field(default_factory=list[int])
     """Mappings to give up when no slice is in flight."""
 
@@ -108,7 +108,7 @@ class Sessions:
     def close(self, client: Client) -> None:
         """Forgets a session; its engine goes with its last client."""
         client.gone = True
-        if client.running is not None:
+        if client.in_flight:
             self.ending[client.client_id] = client
         self.broken.pop(client.client_id, None)
         engine = client.engine

@@ -2,8 +2,8 @@
 """Threads with affinity: everything of one client runs on one thread, in the order it was submitted.
 
 A new client is bound to the thread with the fewest clients, so no two share one while another is free; bind only those
-that will have work. Threads start with their first work. All methods belong to the event loop's thread; what is
-submitted runs on the bound thread.
+that will have work. Threads start with their first work. All methods belong to the event loop's thread, ``submit_wait``
+also to the bound one; what is submitted runs on the bound thread.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _Lane:
         self.clients: set[str] = set()
         self.submitted = 0  # written by the loop only
         self.ended = 0  # written by the thread only
-        self.busy_since_s = 0.0
-        self.pool: ThreadPoolExecutor | None = None
+        self.busy_since_s = [0.0, 0.0]
+        self.pools: list[ThreadPoolExecutor | None] = [None, None]
 
     @property
     def queued(self) -> int:
@@ -69,20 +69,32 @@ class AffinityExecutor:
     def submit(self, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Runs ``work`` on the client's thread after all it submitted before; for a client that is not bound, on any
         thread. Do not cancel the future: what was submitted runs."""
+        return self._run(0, client_id, work, *args, **kwargs)
+
+    def submit_wait(self, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As ``submit``, but on a second thread of the client's, for what only waits for something that its first one
+        has launched; that one goes on meanwhile. May be called from the first one, too."""
+        return self._run(1, client_id, work, *args, **kwargs)
+
+    def _run(self, stage: int, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         lane = self._bound.get(client_id) or self._least_loaded()
-        if lane.pool is None:
-            lane.pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-{lane.number}")
-        lane.submitted += 1
+        pool = lane.pools[stage]
+        if pool is None:
+            name = f"{self._name}-{lane.number}{'-wait' if stage else ''}"
+            pool = lane.pools[stage] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        if not stage:
+            lane.submitted += 1
 
         def run() -> T:
-            lane.busy_since_s = time.monotonic()
+            lane.busy_since_s[stage] = time.monotonic()
             try:
                 return work(*args, **kwargs)
             finally:
-                lane.busy_since_s = 0.0
-                lane.ended += 1
+                lane.busy_since_s[stage] = 0.0
+                if not stage:
+                    lane.ended += 1
 
-        return lane.pool.submit(run)
+        return pool.submit(run)
 
     def lanes(self) -> list[tuple[int, tuple[str, ...], int]]:
         """(thread, clients bound to it, pieces of work that have not ended) of every thread."""
@@ -91,10 +103,12 @@ class AffinityExecutor:
     def longest_busy_s(self) -> float:
         """How long the longest-running piece of work has been running; 0 when idle. For the watchdog."""
         now = time.monotonic()
-        return max((now - since for lane in self._lanes if (since := lane.busy_since_s)), default=0.0)
+        return max((now - since for lane in self._lanes for since in lane.busy_since_s if since), default=0.0)
 
     def close(self) -> None:
         """Waits for everything that was submitted."""
-        for lane in self._lanes:
-            if lane.pool is not None:
-                lane.pool.shutdown(wait=True)
+        for stage in range(2):  # the first may still give something to the second
+            for lane in self._lanes:
+                pool = lane.pools[stage]
+                if pool is not None:
+                    pool.shutdown(wait=True)

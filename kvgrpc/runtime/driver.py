@@ -42,6 +42,7 @@ from kvgrpc.core.types import (
 )
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.clock import Clock, monotonic_clock
+from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.tiers.base import Tier, TierFault
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-INLINE_HASH_TOKENS = 64 << 10
-"""Prompts up to this long are hashed on the loop (about 0.3 ms); longer ones in the CPU pool."""
+INLINE_HASH_TOKENS = 256 << 10
+"""Prompts up to this long are hashed on the loop (a millisecond); longer ones in the CPU pool, which costs two hops
+between threads."""
 
 CallKey = tuple[str, int]
 
@@ -101,6 +103,9 @@ class Driver:
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self._reads: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
+        self._copying: set[str] = set()
+        """Clients of which a slice was handed over or has ended, so that one may be planned behind it."""
         self._pulse = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
@@ -241,19 +246,21 @@ class Driver:
     def pump(self) -> None:
         """Carries out what the bookkeeper wants done. Call after every call of it."""
         actions = self.book.drain()
-        while actions:
+        while actions or self._copying:  # a report may bring nothing to do but to plan behind the slice that goes on
             for action in actions:
                 self._act(action)
-            actions = self.book.drain()
             self._pulse.set()
             self._pulse = asyncio.Event()
+            while self._copying:
+                self.book.plan_ahead(self.now(), self._copying.pop())
+            actions = self.book.drain()
         self._set_timer()
 
     def _act(self, action: Action) -> None:
         match action:
             case RunSlice():
-                future = self.hands.affinity.submit(action.client_id, self.hands.mover.copy, action)
-                future.add_done_callback(lambda done: self._post(self._slice_ended, action, done))
+                self._slices.run(action, self._slice_ended)
+                self._copying.add(action.client_id)
             case CallEnded(client_id, call_id, results):
                 for waiter in self._calls.pop((client_id, call_id), ()):
                     if not waiter.done():
@@ -278,6 +285,7 @@ class Driver:
                 self.hands.affinity.release(client_id)
                 self.block_sizes.pop(client_id, None)
                 self.current.pop(client_id, None)
+                self._slices.forget(client_id)
                 ended = self._streams.pop(client_id, None)
                 if ended is not None:
                     ended.put_nowait(None)
@@ -291,14 +299,9 @@ class Driver:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
 
-    def _slice_ended(self, work: RunSlice, done: Future[SliceReport]) -> None:
-        error = done.exception()
-        if error is not None:
-            log.error("mover failed", slice_id=work.slice_id, client_id=work.client_id, exc_info=error)
-            report = SliceReport(0, "INTERNAL", torn=True)
-        else:
-            report = done.result()
+    def _slice_ended(self, work: RunSlice, report: SliceReport) -> None:
         self.book.slice_done(self.now(), work.slice_id, report)
+        self._copying.add(work.client_id)
         if self._closing is None:  # else the threads that would go on are ending
             self.pump()
 

@@ -14,6 +14,7 @@ from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import (
     MS,
+    ChunkKeys,
     ChunkResult,
     Ended,
     LookupAnswer,
@@ -174,12 +175,7 @@ class DriverSession:
 
     async def lookup(self, request: api.LookupRequest) -> LookupAnswer:
         driver = self._driver
-        fingerprint = lookup_fingerprint(request)
-        earlier = driver.book.find_lookup(
-            driver.now(), self._client_id, request.engine_id, request.request_id, request.attempt, fingerprint
-        )
-        if earlier is not None:
-            return earlier
+        driver.book.check_client(self._client_id, request.engine_id)
         content = await driver.chunk_keys(request.space, request.content)
         answer = driver.book.lookup(
             driver.now(),
@@ -195,7 +191,7 @@ class DriverSession:
                 kv_ranks=request.kv_ranks,
                 prefetch_wait_ns=request.prefetch_wait_ms * MS,
                 policy=request.policy,
-                fingerprint=fingerprint,
+                fingerprint=_fingerprint(request, content, driver.limits.chunk_tokens),
             ),
         )
         driver.pump()
@@ -267,8 +263,9 @@ class DriverSession:
         await driver.wait_calls_ended(self._client_id, running)
 
 
-def lookup_fingerprint(request: api.LookupRequest) -> int:
-    """Stands for what a lookup asks for, so that a request id that is used again for another prompt is noticed."""
+def _fingerprint(request: api.LookupRequest, keys: ChunkKeys, chunk_tokens: int) -> int:
+    """Stands for what a lookup asks for, so that a request id that is used again for another prompt is noticed. Tokens
+    are in the keys, but for those behind the last full chunk."""
     content = request.content
-    named = bytes(content.data) if isinstance(content, api.Tokens) else (content.num_tokens, *content.hashes)
-    return hash((request.space, named, request.tp_size, request.kv_ranks))
+    tail = bytes(content.data[len(keys.keys) * chunk_tokens * 4 :]) if isinstance(content, api.Tokens) else b""
+    return hash((request.space, tuple(keys.keys), keys.num_tokens, tail, request.tp_size, request.kv_ranks))

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
@@ -100,11 +101,19 @@ class CallGuard(grpc.GenericRpcHandler):
     """Finds the methods that have a rule and wraps each call of them. Used on the server's event loop only.
 
     Not a ``grpc.aio.ServerInterceptor``: with one, gRPC runs more coroutines for every call, those of health and
-    reflection too. The generated code adds its services to this instead of to the server.
+    reflection too. The generated code adds its services to this instead of to the server. ``readers`` read the requests
+    of the methods that they name, and may refuse, instead of protobuf.
     """
 
-    def __init__(self, traffic: Traffic, limits: CallLimits, checks: Sequence[Check] = ()) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        limits: CallLimits,
+        checks: Sequence[Check] = (),
+        readers: Mapping[str, Callable[[bytes], object]] = MappingProxyType({}),
+    ) -> None:
         self._traffic = traffic
+        self._readers = readers
         self._limits = limits
         self._methods: dict[str, tuple[Rule, _Method]] = {}
         self._log = logger("service").bind()  # bound once: a debug line that is not wanted then costs nothing
@@ -122,6 +131,10 @@ class CallGuard(grpc.GenericRpcHandler):
         """Takes the methods of a service; each must have a rule."""
         for name, method in methods.items():
             path = f"/{service}/{name}"
+            if path in self._readers and method.unary_unary is not None:
+                method = grpc.unary_unary_rpc_method_handler(
+                    method.unary_unary, self._readers[path], method.response_serializer
+                )
             self._methods[path] = RULES[path], method
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Method | None:

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import cast
 
-from kvgrpc.api import AttachEvent, CacheApi
-from kvgrpc.service.calls import CURRENT
+from kvgrpc.api import AttachEvent, CacheApi, LookupRequest, StoreRequest
+from kvgrpc.service.calls import CACHE_SERVICE, CURRENT
 from kvgrpc.service.traffic import Traffic
 from kvgrpc.v1 import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvgrpc.wire import cache as cache_wire
@@ -16,6 +16,13 @@ from kvgrpc.wire import engine as engine_wire
 
 ClientFor = Callable[[str], CacheApi]
 """The cache as the client of that id sees it; the empty id only for Handshake."""
+
+
+READERS: dict[str, Callable[[bytes], object]] = {
+    f"/{CACHE_SERVICE}/Lookup": cache_wire.read_lookup_request,
+    f"/{CACHE_SERVICE}/Store": cache_wire.read_store_request,
+}
+"""Methods whose requests are read from their bytes, past protobuf: a prompt's tokens are not copied then."""
 
 
 class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
@@ -27,8 +34,10 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
     def _cache(self) -> CacheApi:
         return self._client_for(CURRENT.get().client_id)
 
-    async def Lookup(self, request: cache_pb2.LookupRequest, context: object) -> cache_pb2.LookupResponse:
-        answer = await self._cache().lookup(cache_wire.decode_lookup_request(request))
+    async def Lookup(  # pyright: ignore[reportIncompatibleMethodOverride]  (see READERS)
+        self, request: LookupRequest, context: object
+    ) -> cache_pb2.LookupResponse:
+        answer = await self._cache().lookup(request)
         return cache_wire.encode_lookup_response(answer)
 
     async def QueryPrefetchStatus(
@@ -37,8 +46,10 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
         engine_id, job_id, wait_ms = cache_wire.decode_query_request(request)
         return cache_wire.encode_query_response(await self._cache().query(engine_id, job_id, wait_ms))
 
-    async def Store(self, request: cache_pb2.StoreRequest, context: object) -> cache_pb2.StoreResponse:
-        storing = self._cache().store(cache_wire.decode_store_request(request))
+    async def Store(  # pyright: ignore[reportIncompatibleMethodOverride]  (see READERS)
+        self, request: StoreRequest, context: object
+    ) -> cache_pb2.StoreResponse:
+        storing = self._cache().store(request)
         del request  # a Store waits for its turn without it
         results = await storing
         return cache_wire.encode_store_response(results)

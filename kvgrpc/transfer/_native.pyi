@@ -113,7 +113,9 @@ class DeviceMapping:
     ) -> None: ...
 
 class Flight:
-    """A slice that was launched."""
+    """A slice that was launched. ``failed``: the driver refused it, and all of it that was launched has ended."""
+
+    failed: bool
 
     def wait(self) -> tuple[int, int, bool, str]:
         """With the interpreter lock released: (completed pieces, why it stopped as HostCopier.copy says, torn, what the

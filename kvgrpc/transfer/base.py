@@ -11,7 +11,7 @@ the event loop. One mapping is used by one thread at a time; different mappings 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvgrpc.api import Layout
 from kvgrpc.core.types import RunSlice, SliceReport
@@ -23,6 +23,14 @@ MEMORY_IO = "MEMORY_IO"
 """The operating system refused to read or write the engine's memory."""
 CARD_FAILED = "CARD_FAILED"
 """The card or its driver failed; the server's log says how."""
+
+
+class Flight(Protocol):
+    """A slice that was launched."""
+
+    def wait(self) -> SliceReport:
+        """Once. Blocks until nothing touches the slice's blocks or extents any more; what became of it."""
+        ...
 
 
 class Mover(Protocol):
@@ -53,4 +61,18 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """Unmaps everything."""
+        ...
+
+
+@runtime_checkable
+class LaunchingMover(Mover, Protocol):
+    """A mover whose copies run by themselves once they are launched.
+
+    Threads: ``launch`` on the affinity thread of the mapping's client, ``wait`` on another one.
+    """
+
+    def launch(self, work: RunSlice) -> Flight | SliceReport:
+        """The first half of ``copy``, the flight's ``wait`` the second. Slices of one mapping and direction are copied
+        in the order of their launch; what fails while it is copied leaves those behind it uncopied. A report, if the
+        slice has ended already: copied, or refused."""
         ...

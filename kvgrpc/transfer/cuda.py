@@ -106,9 +106,9 @@ class CudaMover:
         if mapped.card.failure:
             return SliceReport(0, CARD_FAILED)
         retrieve = work.direction is Direction.RETRIEVE
-        return CudaFlight(
-            self._cards, mapped.card, mapped.card.copier.launch(mapped.native, slice_words(work), retrieve)
-        )
+        native = mapped.card.copier.launch(mapped.native, slice_words(work), retrieve)
+        flight = CudaFlight(self._cards, mapped.card, native)
+        return flight.wait() if native.failed else flight
 
     def copy(self, work: RunSlice) -> SliceReport:
         flight = self.launch(work)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvgrpc.api import CudaIpcMemory, Layout
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import RunSlice, SliceReport
-from kvgrpc.transfer.base import Mover
+from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
 
 
 class RoutedMover:
@@ -32,6 +32,10 @@ class RoutedMover:
 
     def copy(self, work: RunSlice) -> SliceReport:
         return self._movers[work.mapping_id].copy(work)
+
+    def launch(self, work: RunSlice) -> Flight | SliceReport:
+        mover = self._movers[work.mapping_id]
+        return mover.launch(work) if isinstance(mover, LaunchingMover) else mover.copy(work)
 
     def unmap(self, mapping_id: int) -> None:
         mover = self._movers.pop(mapping_id, None)

@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.message import Message
 
 from kvgrpc import api
 from kvgrpc.core.checks import READERS_MOST
@@ -23,6 +27,7 @@ from kvgrpc.wire.content import (
     encode_space,
 )
 from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
+from kvgrpc.wire.packed import join_token_ids, split_token_ids
 
 WAIT_MS_MOST = 60_000
 FENCE_CALLS_MOST = 1024
@@ -33,11 +38,20 @@ GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
 _STATE = pb.PrefetchStatus
+_NO_TOKENS = api.Tokens(b"")
 
 
 def check_engine_id(value: str) -> str:
     """16 to 64 characters; it is a capability, so it is never echoed in an error."""
     return check_text(value, "engine_id", least=16, most=64)
+
+
+def _write(encode: Callable[[Any], Message], request: api.LookupRequest | api.StoreRequest, field: int) -> bytes:
+    if not isinstance(request.content, api.Tokens):
+        return encode(request).SerializeToString()
+    message = encode(replace(request, content=_NO_TOKENS))
+    message.ClearField("content")
+    return join_token_ids(message.SerializeToString(), field, request.content.data)
 
 
 # ---- lookup ---------------------------------------------------------------------------------------------------------
@@ -70,6 +84,20 @@ def decode_lookup_request(message: pb.LookupRequest) -> api.LookupRequest:
         prefetch_wait_ms=check_number(message.prefetch_wait_ms, "prefetch_wait_ms", 0, WAIT_MS_MOST),
         policy=decode_policy(message.policy) if message.HasField("policy") else DEFAULT_POLICY,
     )
+
+
+def write_lookup_request(request: api.LookupRequest) -> bytes:
+    """The request as it travels."""
+    return _write(encode_lookup_request, request, pb.LookupRequest.CONTENT_FIELD_NUMBER)
+
+
+def read_lookup_request(raw: bytes) -> api.LookupRequest:
+    """Raises DecodeError for what is no such message, and refuses what ``decode_lookup_request`` refuses."""
+    split = split_token_ids(raw, pb.LookupRequest.CONTENT_FIELD_NUMBER)
+    if split is None:
+        return decode_lookup_request(pb.LookupRequest.FromString(raw))
+    rest, ids = split
+    return replace(decode_lookup_request(pb.LookupRequest.FromString(rest)), content=api.Tokens(ids))
 
 
 def encode_status(status: PrefetchStatus) -> pb.PrefetchStatus:
@@ -159,6 +187,20 @@ def decode_store_request(message: pb.StoreRequest) -> api.StoreRequest:
         ready_event=check_bytes(message.ready_event, "ready_event", 0, 64),
         policy=decode_policy(message.policy) if message.HasField("policy") else DEFAULT_POLICY,
     )
+
+
+def write_store_request(request: api.StoreRequest) -> bytes:
+    """The request as it travels."""
+    return _write(encode_store_request, request, pb.StoreRequest.CONTENT_FIELD_NUMBER)
+
+
+def read_store_request(raw: bytes) -> api.StoreRequest:
+    """Raises DecodeError for what is no such message, and refuses what ``decode_store_request`` refuses."""
+    split = split_token_ids(raw, pb.StoreRequest.CONTENT_FIELD_NUMBER)
+    if split is None:
+        return decode_store_request(pb.StoreRequest.FromString(raw))
+    rest, ids = split
+    return replace(decode_store_request(pb.StoreRequest.FromString(rest)), content=api.Tokens(ids))
 
 
 def encode_retrieve_request(request: api.RetrieveRequest) -> pb.RetrieveRequest:

@@ -153,6 +153,12 @@ int cuCtxPopCurrent_v2(void** context) {
     contexts.pop_back();
     return 0;
 }
+int cuCtxSetCurrent(void* context) { return contexts = {reinterpret_cast<std::intptr_t>(context)}, 0; }
+int cuCtxSynchronize() { return 0; }
+int cuMemsetD32_v2(Pointer pointer, std::uint32_t word, std::size_t count) {
+    for (auto* at = reinterpret_cast<std::uint32_t*>(pointer); count-- > 0; ++at) *at = word;
+    return 0;
+}
 int cuMemGetInfo_v2(std::size_t* unused, std::size_t* all) { return *unused = *all = std::size_t{1} << 33, state(); }
 
 int cuMemAlloc_v2(Pointer* pointer, std::size_t size) {

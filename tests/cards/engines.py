@@ -15,9 +15,10 @@ import ctypes
 import multiprocessing
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvgrpc.transfer import _native
 from tests.kvdata import Arrangement, Image, Kv
 
 WAIT_S = 60.0
+START_S = 10.0
 
 
 class FakeMemory:
@@ -60,12 +62,12 @@ class FakeMemory:
 class CudaMemory:
     """On a real card, by the CUDA driver alone, so that nothing but the test allocates."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, ordinal: int = 0) -> None:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._size = size_bytes
         self._check(self._cuda.cuInit(0))
         context, pointer = ctypes.c_void_p(), ctypes.c_uint64()
-        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
         self._check(self._cuda.cuCtxSetCurrent(context))
         self._check(self._cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size_bytes)))
         self.pointer = pointer.value
@@ -87,7 +89,11 @@ class CudaMemory:
         assert result == 0, f"CUDA error {result}"
 
 
-MEMORY: dict[str, type[FakeMemory] | type[CudaMemory]] = {"fake": FakeMemory, "cuda": CudaMemory}
+MEMORY: dict[str, Callable[[int], FakeMemory | CudaMemory]] = {
+    "fake": FakeMemory,
+    "cuda": CudaMemory,
+    **{f"cuda:{ordinal}": partial(CudaMemory, ordinal=ordinal) for ordinal in range(8)},
+}
 
 
 class Engine:
@@ -98,17 +104,28 @@ class Engine:
         self._memory: FakeMemory | CudaMemory | None = None
         self._image: Image | None = None
         self._layout: Layout | None = None
-        self._worker: WorkerClient | None = None
-        self._scheduler: SchedulerClient | None = None
+        self._clients: tuple[WorkerClient, SchedulerClient] | None = None
         self._lookups = 0
 
-    def make(self, kv: Kv, arrangement: Arrangement, block_size: int, num_blocks: int, **room: int) -> Layout:
+    @property
+    def _worker(self) -> WorkerClient:
+        assert self._clients is not None
+        return self._clients[0]
+
+    @property
+    def _scheduler(self) -> SchedulerClient:
+        assert self._clients is not None
+        return self._clients[1]
+
+    def make(
+        self, kv: Kv, arrangement: Arrangement, block_size: int, num_blocks: int, lead: int = 0, tail: int = 0
+    ) -> Layout:
         """Memory in an allocation of its own, filled with 0xA5; what it is as a layout."""
         if self._memory is not None:
             self._memory.free()
-        self._image = image = Image(kv, arrangement, block_size, num_blocks, **room)
+        self._image = image = Image(kv, arrangement, block_size, num_blocks, lead=lead, tail=tail)
         self._memory = memory = MEMORY[self._kind](image.size_bytes)
-        memory.upload(image.buffer)
+        self._upload(image)
         handle, uuid, offset, _ = _native.export_memory(memory.pointer)
         assert offset == 0
         pieces = [piece for piece in image.layout().memory if isinstance(piece, SharedMemory)]
@@ -117,25 +134,27 @@ class Engine:
         return self._layout
 
     def write(self, ids: Sequence[int], first_token: int = 0) -> None:
-        self._load()
-        self._image.write(ids, first_token)
-        self._memory.upload(self._image.buffer)
+        image = self._load()
+        image.write(ids, first_token)
+        self._upload(image)
 
     def wrong_tokens(self, ids: Sequence[int], first_token: int = 0) -> list[int]:
-        self._load()
-        return self._image.wrong_tokens(ids, first_token)
+        return self._load().wrong_tokens(ids, first_token)
 
     def untouched(self, ids: Sequence[int]) -> bool:
-        self._load()
-        return self._image.untouched(ids)
+        return self._load().untouched(ids)
 
     def object_bytes(self, ids: Sequence[int]) -> bytes:
-        self._load()
-        return self._image.object_bytes(ids)
+        return self._load().object_bytes(ids)
 
-    def _load(self) -> None:
+    def _load(self) -> Image:
         assert self._image is not None and self._memory is not None
         self._image.memory[:] = memoryview(self._memory.download())
+        return self._image
+
+    def _upload(self, image: Image) -> None:
+        assert self._memory is not None
+        self._memory.upload(bytearray(image.memory))
 
     # ---- as a client ------------------------------------------------------------------------------------------------
 
@@ -143,15 +162,18 @@ class Engine:
         self, address: str, engine_id: str, ranks: tuple[int, int, int, int] = (0, 0, 1, 1), name: str = ""
     ) -> str:
         """Registers; "" or why not. ``ranks``: kv_rank, tp_rank, tp_size, kv_tp_size."""
-        assert self._layout is not None
+        assert self._layout is not None and self._image is not None
         kv_rank, tp_rank, tp_size, kv_tp_size = ranks
-        form = stored_form(self._layout.groups)
-        identity = SpaceIdentity("model", "1", "bfloat16", kv_tp_size, OWN_HASH_ALGORITHM, form)
+        form, kv = stored_form(self._layout.groups), self._image.kv
+        identity = SpaceIdentity(
+            f"{kv.layers}x{kv.planes}x{kv.heads}x{kv.head_dim}", "1", "bfloat16", kv_tp_size, OWN_HASH_ALGORITHM, form
+        )
         request = RegisterRequest(engine_id, identity, kv_rank, tp_rank, tp_size, kv_tp_size, self._layout)
-        self._worker = WorkerClient(address, request, WorkerOptions(client_id=name))
-        ready = self._worker.start(WAIT_S)
-        self._scheduler = SchedulerClient(address, engine_id, identity, SchedulerOptions(tp_size=tp_size))
-        return "" if ready and self._scheduler.start(WAIT_S) else str(self._worker.problem)
+        worker = WorkerClient(address, request, WorkerOptions(client_id=name))
+        scheduler = SchedulerClient(address, engine_id, identity, SchedulerOptions(tp_size=tp_size))
+        self._clients = worker, scheduler
+        ready = worker.start(START_S)
+        return "" if ready and scheduler.start(START_S) else str(worker.problem)
 
     def store(self, first: int, count: int, ids: Sequence[int]) -> list[str]:
         """Outcomes of the chunks of a prompt (``count`` token ids from ``first`` on) that lies in ``ids``."""

@@ -34,8 +34,6 @@ def test_a_repeat_gets_the_same_job_and_answer_whatever_happened_since():
     first = e.lookup("a", 8, request="r")
     e.store("a", 8)
     assert e.lookup("a", 8, request="r") == first
-    assert desk.book.find_lookup(desk.now, e.scheduler, e.engine_id, "r", 0) == first
-    assert desk.book.find_lookup(desk.now, e.scheduler, e.engine_id, "r", 1) is None
     assert desk.counts.pins == 4
     fresh = e.lookup("a", 8, request="r", attempt=1)
     assert (fresh.job_id != first.job_id, fresh.status.hit_tokens) == (True, 8 * CHUNK)
@@ -49,15 +47,9 @@ def test_a_repeat_that_asks_for_another_prompt_is_refused():
     desk, e = stored()
     ask = t.LookupCommand(e.engine_id, "r", 0, e.space, e.content("a", 4), 1, b"j" * 16, fingerprint=1)
     first = desk.book.lookup(0, e.scheduler, ask)
-    for again in (
-        lambda: desk.book.lookup(0, e.scheduler, replace(ask, fingerprint=2)),
-        lambda: desk.book.find_lookup(0, e.scheduler, e.engine_id, "r", 0, 2),
-    ):
-        with refused(Reason.INVALID_FIELD):
-            again()
-    assert (
-        desk.book.lookup(0, e.scheduler, ask) == desk.book.find_lookup(0, e.scheduler, e.engine_id, "r", 0, 1) == first
-    )
+    with refused(Reason.INVALID_FIELD):
+        desk.book.lookup(0, e.scheduler, replace(ask, fingerprint=2))
+    assert desk.book.lookup(0, e.scheduler, ask) == first
 
 
 def test_request_ids_belong_to_their_engine():

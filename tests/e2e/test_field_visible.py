@@ -105,7 +105,8 @@ async def test_many_engines_store_the_same_prompts(tmp_path: Path) -> None:
 
 
 async def test_retrieve_goes_between_the_slices_of_a_store(tmp_path: Path) -> None:
-    """A Retrieve of the same worker does not wait for the end of a long Store whose blocks it does not touch."""
+    """A Retrieve of the same worker waits for two slices of a long Store whose blocks it does not touch, not for its
+    end."""
     limits = replace(FULL, slice_bytes=2048)
     async with local_server(tmp_path, limits=limits) as server:
         engine = await server.engine(kv=TINY)
@@ -117,7 +118,7 @@ async def test_retrieve_goes_between_the_slices_of_a_store(tmp_path: Path) -> No
         assert await asyncio.to_thread(gate.wait_reached, 10)
         loading = asyncio.create_task(engine.worker.retrieve(engine.retrieve_request(answer.job_id, TARGET[:4])))
         await until(lambda: server.counts()[1] == 2)
-        after = server.gates.hold(1, Direction.STORE)
+        after = server.gates.hold(2048 // 512 + 1, Direction.STORE)  # the slice that waited already, and a run more
         gate.release()
         assert outcomes(await loading) == ["LOADED"]
         assert not storing.done()

@@ -15,7 +15,7 @@ from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA, Kv
 from tests.served import Served, serving, wait_until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 FLAGS = ("--log-format", "json", "--l1-size", "1GiB", "--chunk-tokens", "64")
 
@@ -40,6 +40,7 @@ def test_a_killed_engine_is_let_go_of_and_its_name_serves_again(server: Served) 
         engine.make(MLA, BLOCKS_OUTERMOST_OPAQUE, 16, 64)
         assert engine.start(server.address, secrets.token_hex(16)) == ""
         assert engine.store(1, 64, [0, 1, 2, 3]) == ["stored"]
+        assert engine.retrieve(engine.lookup(1, 64)[0], 64, [8, 9, 10, 11]) == ["loaded"]
     time.sleep(0.5)
     before = used_mib()
     for act in ("idle", "store", "retrieve"):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.plans import SKIPPED
 from kvgrpc.core.types import (
     Action,
     CallEnded,
@@ -192,6 +193,8 @@ class Bench:
 
     def report(self, slice_id: int, report: SliceReport) -> None:
         order = self.oracle.slices[slice_id]
+        if slice_id in self.oracle.skipped:
+            report = SliceReport(0, SKIPPED)
         block_bytes = self.engine_of(order.client_id).block_size * TOKEN_BYTES
         self.oracle.reported(order, report, [piece_bytes(piece, block_bytes) for piece in order.pieces], OBJECT_BYTES)
         self.ask(lambda now: self.book.slice_done(now, slice_id, report))

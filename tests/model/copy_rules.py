@@ -61,9 +61,9 @@ class CopyRules(Rules):
     def copy(self, worker: Member, times: int) -> None:
         """The worker's copies go well, so many slices of them."""
         for _ in range(times):
-            for slice_id, order in list(self.bench.oracle.slices.items()):
-                if order.client_id == worker.client_id:
-                    self.bench.report(slice_id, SliceReport(len(order.pieces)))
+            order = next((s for s in self.bench.oracle.slices.values() if s.client_id == worker.client_id), None)
+            if order is not None:
+                self.bench.report(order.slice_id, SliceReport(len(order.pieces)))
 
     def store_by(self, engine: EngineModel, worker: Member, path: list[int], salt: str, cut: tuple[int, int]) -> None:
         bench = self.bench
@@ -129,10 +129,17 @@ class CopyRules(Rules):
     @rule(number=pick, fate=st.sampled_from(["ok", "ok", "ok", "fail", "torn"]), at=pick)
     def end_slice(self, number: int, fate: str, at: int) -> None:
         slices = self.bench.oracle.slices
-        slice_id = list(slices)[number % len(slices)]
+        chosen = slices[list(slices)[number % len(slices)]]
+        slice_id = next(s.slice_id for s in slices.values() if s.client_id == chosen.client_id)
         count = len(slices[slice_id].pieces)
         report = SliceReport(count) if fate == "ok" else SliceReport(at % count, "COPY_FAILED", torn=fate == "torn")
         self.bench.report(slice_id, report)
+
+    @precondition(lambda self: bool(self.bench.oracle.slices))
+    @rule(number=pick)
+    def plan_ahead(self, number: int) -> None:
+        slices = list(self.bench.oracle.slices.values())
+        self.bench.ask(lambda now: self.bench.book.plan_ahead(now, slices[number % len(slices)].client_id))
 
     @precondition(lambda self: bool(self.bench.oracle.calls))
     @rule(number=pick, cancel=st.booleans(), ahead=st.booleans())

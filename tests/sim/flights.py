@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from kvgrpc.core.plans import SKIPPED
 from kvgrpc.core.types import Direction, ReadTier, RunSlice, SliceReport
 from tests.sim.calls import Call
 from tests.sim.loop import PromiseError
@@ -89,6 +90,11 @@ class Copy(Flight):
         torn_moves = 0 if share == 0 else min(self._ends[piece] - start, 1 + int(share * (self._ends[piece] - start)))
         self._report = SliceReport(piece, reason="COPY_FAILED", torn=torn_moves > 0)
         self.plan = start + torn_moves
+
+    def skip(self) -> None:
+        """The slice in front of it stopped early."""
+        self._report = SliceReport(0, SKIPPED)
+        self.plan = 0
 
     def moves_of_piece(self, piece: int) -> int:
         return self._ends[piece] - (self._ends[piece - 1] if piece else 0)

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.errors import Refusal
+from kvgrpc.core.plans import SKIPPED
 from kvgrpc.core.types import (
     MS,
     Action,
@@ -90,12 +91,20 @@ class Hands:
         if self.check_every and self.asks % self.check_every == 0:
             invariants.check(self._bare)
         self.watch.step()
+        self._note_evicted()
+        while actions := self.book.drain():
+            for action in actions:
+                self._carry_out(action)
+            if self.rng.random() < 0.7:  # not always: nothing may depend on it
+                for client_id in sorted({copy.order.client_id for copy in self.copies.values()}):
+                    self.book.plan_ahead(self.loop.now, client_id)
+                self._note_evicted()
+        self._plan_wake()
+
+    def _note_evicted(self) -> None:
         evicted = self.book.counters["evicted_chunks"]
         if evicted != self._evicted:
             self._evicted, self.evicted_at = evicted, self.asks
-        for action in self.book.drain():
-            self._carry_out(action)
-        self._plan_wake()
 
     def map(self, memory: EngineMemory) -> int:
         self._mappings += 1
@@ -104,8 +113,9 @@ class Hands:
 
     def move_bytes(self) -> None:
         """Called after every event: whatever is on its way gets on by some cells."""
+        waiting = {line[1] for line in self._lines() if len(line) > 1}
         for flight in (*self.copies.values(), *self.reads.values()):
-            if self.rng.random() < flight.pace:
+            if flight not in waiting and self.rng.random() < flight.pace:
                 flight.advance(self.rng.randint(1, 6))
 
     def under_way(self) -> int:
@@ -162,15 +172,27 @@ class Hands:
         call = self.calls.get((order.client_id, order.call_id))
         if call is None or call.results is not None or call.memory is not memory:
             raise PromiseError(f"a copy is ordered for call {order.call_id}, which is over or never was")
-        if any(c.order.mapping_id == order.mapping_id for c in self.copies.values()):
-            raise PromiseError(f"two slices of client {order.client_id} at a time")
+        line = [c for c in self.copies.values() if c.order.client_id == order.client_id]
+        if len(line) > 1:
+            raise PromiseError(f"three slices of client {order.client_id} at a time")
+        if order.after != next((c.order.slice_id for c in line if c.call is call), 0):
+            raise PromiseError(f"a slice of call {order.call_id} does not know what is in front of it")
         if not order.pieces:
             raise PromiseError("an empty slice is ordered")
         copy = Copy(order, call, self.arena, self.rng)
         self._check_clash(copy)
         copy.pace = self.rng.choice(PACES)
         self.copies[order.slice_id] = copy
-        self.loop.at(self.loop.now + self._fate(copy), self._report, order.slice_id)
+        if not line:
+            self._begin_copy(copy)
+
+    def _begin_copy(self, copy: Copy) -> None:
+        self.loop.at(self.loop.now + self._fate(copy), self._report, copy.order.slice_id)
+
+    def _lines(self) -> list[list[Copy]]:
+        """Copies in flight, client by client: the first is made, the second waits."""
+        clients = {copy.order.client_id for copy in self.copies.values()}
+        return [[c for c in self.copies.values() if c.order.client_id == client] for client in sorted(clients)]
 
     def _fate(self, copy: Copy) -> int:
         """Decides how a copy ends, and when."""
@@ -199,8 +221,15 @@ class Hands:
                 call.moved[piece.chunk] = moved
                 if piece.span[1] == len(call.memory.places) * CELL_BYTES:
                     self._note_whole(call, piece.chunk)
-            elif number == report.completed:
+            elif number == report.completed and report.reason != SKIPPED:
                 call.broken[piece.chunk] = report.torn
+        behind = next((c for c in self.copies.values() if c.order.client_id == copy.order.client_id), None)
+        if behind is not None:
+            if behind.order.after == slice_id and report.completed < len(copy.order.pieces):
+                behind.skip()
+                self.loop.at(self.loop.now, self._report, behind.order.slice_id)
+            else:
+                self._begin_copy(behind)
         self.ask(lambda now: self.book.slice_done(now, slice_id, report))
 
     @staticmethod

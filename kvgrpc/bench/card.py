@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A card as the benchmark's engine uses it: memory, and copies between it and pinned memory, by the driver alone."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from kvgrpc import api
+from kvgrpc.bench.processes import BenchError
+from kvgrpc.core.types import Direction
+from kvgrpc.transfer import _native
+
+PIECE_BYTES = 64 << 20
+CEILING_BYTES = 1 << 30
+
+
+class CardEngine:
+    """A card, in this process."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        try:
+            cards = _native.cards()
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except (RuntimeError, OSError) as error:
+            raise BenchError(str(error)) from None
+        if len(cards) <= ordinal:
+            raise BenchError(f"the driver shows {len(cards)} cards")
+        self._ordinal, self.uuid, self.name, _ = cards[ordinal]
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        self._call("cuCtxSetCurrent", context)
+        self._streams = [ctypes.c_void_p() for _ in Direction]
+        for stream in self._streams:
+            self._call("cuStreamCreate", ctypes.byref(stream), 1)
+        self._host = ctypes.c_void_p()
+        self._call("cuMemHostAlloc", ctypes.byref(self._host), ctypes.c_size_t(2 * PIECE_BYTES), 1)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._cuda, name)(*arguments)
+        if result:
+            raise BenchError(f"{name} answered {result}")
+
+    @property
+    def driver(self) -> str:
+        version = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    @property
+    def compute_mode(self) -> int:
+        """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process."""
+        mode = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(mode), 20, self._ordinal)
+        return mode.value
+
+    @contextmanager
+    def memory(self, size_bytes: int) -> Generator[int, None, None]:
+        """Address of memory that holds something."""
+        pointer = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
+        try:
+            self._call("cuMemsetD32_v2", pointer, 0x5A17C3E9, ctypes.c_size_t(size_bytes // 4))
+            self._call("cuCtxSynchronize")
+            yield pointer.value
+        finally:
+            self._call("cuMemFree_v2", pointer)
+
+    def share(self, pointer: int, size_bytes: int) -> api.CudaIpcMemory:
+        handle, uuid, offset, _ = _native.export_memory(pointer)
+        return api.CudaIpcMemory(handle, uuid, offset, size_bytes)
+
+    def copy(self, pointer: int, directions: tuple[Direction, ...], size_bytes: int = CEILING_BYTES) -> float:
+        """Seconds that a plain copy of so many bytes takes between pinned memory and the card, each way named."""
+        began = time.perf_counter()
+        for at in range(0, size_bytes, PIECE_BYTES):
+            for direction in directions:
+                stream = self._streams[list(Direction).index(direction)]
+                device, size = ctypes.c_uint64(pointer + at), ctypes.c_size_t(min(PIECE_BYTES, size_bytes - at))
+                half = PIECE_BYTES if direction is Direction.RETRIEVE else 0
+                host = ctypes.c_uint64((self._host.value or 0) + half)
+                pair = (host, device) if direction is Direction.STORE else (device, host)
+                self._call("cuMemcpyAsync", *pair, size, stream)
+        for stream in self._streams:
+            self._call("cuStreamSynchronize", stream)
+        return time.perf_counter() - began

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``kvgrpc doctor`` looks at."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from kvgrpc.bench.card import CardEngine
+from kvgrpc.bench.processes import BenchError, answer, running, say
+from kvgrpc.config.values import format_size
+from kvgrpc.core.types import Direction
+from kvgrpc.transfer import _native
+from kvgrpc.transfer.cards import nvidia_devices
+from kvgrpc.transfer.kernels import load_kernel
+from kvgrpc.transfer.room import available_memory, free_huge_pages
+
+SHM = "/dev/shm"  # noqa: S108 - where shm_open puts its objects, not a temporary file
+SHARED_BYTES = 64 << 20
+SLOW_GB_S = 10.0
+MIB = 1 << 20
+
+
+class Verdict(Enum):
+    OK = "OK"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, what was found, and what to do about it."""
+
+    verdict: Verdict
+    what: str
+    text: str
+
+
+def _ok(what: str, text: str) -> Finding:
+    return Finding(Verdict.OK, what, text)
+
+
+def _warn(what: str, text: str) -> Finding:
+    return Finding(Verdict.WARN, what, text)
+
+
+def _fail(what: str, text: str) -> Finding:
+    return Finding(Verdict.FAIL, what, text)
+
+
+# ---- the host -------------------------------------------------------------------------------------------------------
+
+
+def host_findings() -> Iterator[Finding]:
+    """Memory and limits."""
+    yield _ok("memory", f"{format_size(available_memory() // MIB * MIB)} can be taken")
+    try:
+        room = os.statvfs(SHM)
+        size = room.f_blocks * room.f_frsize // MIB * MIB
+        text = f"{format_size(size)}: room for the memory of engines on CPUs, for nothing of cards"
+        yield _ok(SHM, text) if size > 1 << 30 else _warn(SHM, text + "; give the container more")
+    except OSError as error:
+        yield _warn(SHM, f"{error.strerror}: engines on CPUs cannot share memory")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY:
+        yield _ok("memlock", "unlimited")
+    else:
+        text = f"{format_size(locked)}: NVIDIA's driver does not count it, others may; raise it if pinning fails"
+        yield _warn("memlock", text)
+    huge = free_huge_pages()
+    yield _ok(
+        "huge pages", f"{format_size(huge)} reserved and free" if huge else "none reserved; --huge-pages needs some"
+    )
+
+
+# ---- cards ----------------------------------------------------------------------------------------------------------
+
+
+def card_findings() -> Iterator[Finding]:
+    """Cards, and what the server needs of them."""
+    devices = nvidia_devices()
+    try:
+        cards = _native.cards()
+    except RuntimeError as error:
+        if devices:
+            yield _fail("driver", f"{devices} device files, but {error}: install the driver's libcuda in the container")
+        else:
+            yield _ok("cards", f"none ({error}); the server serves engines in host memory")
+        return
+    for ordinal, uuid, name, bus_id in cards:
+        yield _ok(f"card {ordinal}", f"{name}, {uuid}")
+        yield _numa(ordinal, bus_id)
+        try:
+            yield from _one_card(ordinal)
+        except (BenchError, RuntimeError) as error:
+            yield _fail(f"card {ordinal}", str(error))
+
+
+def _numa(ordinal: int, bus_id: str) -> Finding:
+    what = f"card {ordinal} NUMA"
+    node = Path(f"/sys/bus/pci/devices/{bus_id.lower()}/numa_node")
+    number = node.read_text().strip() if node.exists() else "-1"
+    if number == "-1":
+        return _ok(what, "the system names no node for it")
+    cpus = Path(f"/sys/devices/system/node/node{number}/cpulist")
+    near = _cpus(cpus.read_text()) if cpus.exists() else set[int]()
+    if near and not near & os.sched_getaffinity(0):
+        return _warn(
+            what, f"node {number}, and no core of it is ours: start the server with numactl --cpunodebind={number}"
+        )
+    return _ok(what, f"node {number}")
+
+
+def _cpus(text: str) -> set[int]:
+    parts = [part.partition("-") for part in text.strip().split(",") if part]
+    return {cpu for low, _, high in parts for cpu in range(int(low), int(high or low) + 1)}
+
+
+def _one_card(ordinal: int) -> Iterator[Finding]:
+    here = CardEngine(ordinal)
+    yield _mode(ordinal, here.compute_mode)
+    native = _native.Card(ordinal)
+    free, _ = native.memory()
+    with _peer(ordinal) as handle:
+        left, _ = native.memory()
+        took = max(free - left - SHARED_BYTES, 0) // MIB * MIB
+        yield _ok(f"card {ordinal} memory", f"a process that uses it takes {format_size(took)}, so also the server")
+        try:
+            pointer, size = native.open(handle)
+            native.close(pointer)
+            yield _ok(f"card {ordinal} IPC", f"memory of another process opens ({format_size(size)})")
+        except RuntimeError as error:
+            text = f"{error}: server and engines need the same view of the card, and process ids that differ"
+            yield _fail(f"card {ordinal} IPC", text)
+    yield _ok(f"card {ordinal} events", "handles of events are not used: clients wait for their own")
+    with here.memory(1 << 30) as memory:
+        for way in Direction:
+            here.copy(memory, (way,))
+            rate = (1 << 30) / min(here.copy(memory, (way,)) for _ in range(3)) / 1e9
+            text = f"{rate:.1f} GB/s between pinned memory and the card"
+            good = rate > SLOW_GB_S
+            yield _ok(f"card {ordinal} {way.value}", text) if good else _warn(f"card {ordinal} {way.value}", text)
+    try:
+        load_kernel(ordinal)
+        yield _ok(f"card {ordinal} kernel", "the copy kernel compiles: short runs are staged")
+    except RuntimeError as error:
+        yield _warn(f"card {ordinal} kernel", f"{error}; short runs are copied slowly until then")
+
+
+def _mode(ordinal: int, mode: int) -> Finding:
+    what = f"card {ordinal} compute mode"
+    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - MPS's own default
+    if mode == 0:
+        return _ok(what, "default" + (", and MPS runs" if mps else ", no MPS"))
+    if mode == 3 and mps:
+        return _ok(what, "exclusive process, shared through MPS")
+    return _fail(what, "one process alone may use it: nvidia-smi -c DEFAULT, or MPS")
+
+
+@contextmanager
+def _peer(ordinal: int) -> Iterator[bytes]:
+    """The handle of memory of another process that lives meanwhile."""
+    with running("kvgrpc.cli.checks", str(ordinal)) as process:
+        yield bytes.fromhex(answer(process).strip())
+
+
+def _share(ordinal: int) -> None:
+    card = CardEngine(ordinal)
+    with card.memory(SHARED_BYTES) as pointer:
+        say(card.share(pointer, SHARED_BYTES).handle.hex())
+        input()
+
+
+if __name__ == "__main__":
+    import sys
+
+    _share(int(sys.argv[1]))

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a server's garbage is collected.
+
+A cached chunk is a handful of objects that live for hours, and the core makes no cycles; a full collection looks at all
+of them, on the event loop: half a second for half a million chunks. Cycles come from calls alone (gRPC makes a small
+one for each, a refusal a larger one). So whenever no call is running, what is old is collected and then frozen:
+collections look no more at it. A cycle that was frozen with a stream that ended later is found by a full collection
+once an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+
+STEP_S = 1.0
+YOUNG_COLLECTIONS = 10
+"""So many collections of young objects, some thousand objects, are worth a freeze."""
+FULL_S = 3600.0
+
+
+class Freezer:
+    """``idle`` answers whether no call is running. Used on one event loop; owns the process's collector."""
+
+    def __init__(self, idle: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._idle = idle
+        self._clock = clock
+        self._full_at_s = clock() + FULL_S
+        gc.collect()
+        self._freeze()
+
+    def _freeze(self) -> None:
+        gc.freeze()
+        self._collections = self._collected()
+
+    def _collected(self) -> int:
+        return sum(generation["collections"] for generation in gc.get_stats())
+
+    def step(self) -> None:
+        """Collects and freezes if it is worth it and nobody waits."""
+        if self._collected() - self._collections < YOUNG_COLLECTIONS or not self._idle():
+            return
+        if self._clock() >= self._full_at_s:
+            self._full_at_s = self._clock() + FULL_S
+            gc.unfreeze()
+        gc.collect()
+        self._freeze()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(STEP_S)
+            self.step()
+
+    def close(self) -> None:
+        """Gives the collector back as it was."""
+        gc.unfreeze()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cards have in common, on the fake driver: pinning, sharing of allocations, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.api import CudaIpcMemory, Layout, SharedMemory
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
+from kvgrpc.transfer.arena import Arena
+from kvgrpc.transfer.base import CARD_FAILED
+from kvgrpc.transfer.cards import Cards, canonical_uuid, nvidia_devices
+from kvgrpc.transfer.cuda import CopyMode, CudaMover
+from kvgrpc.transfer.memory import MemoryMover
+from kvgrpc.transfer.routed import RoutedMover
+from tests.cards import fake
+from tests.kvdata import GQA, LAYERS_ONE_TENSOR, Image
+from tests.served import wait_until
+
+MIB = 1 << 20
+CHUNK = 32
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    fake.driver()
+    monkeypatch.delenv("FAKE_CARDS", raising=False)
+    arena = Arena(MIB)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def cards(arena: Arena) -> Iterator[Cards]:
+    cards = Cards(arena)
+    yield cards
+    cards.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[fake.CardMemory]:
+    memory = fake.CardMemory(MIB)
+    yield memory
+    memory.free()
+
+
+def layout_in(memory: fake.CardMemory) -> Layout:
+    return memory.layout(Image(GQA, LAYERS_ONE_TENSOR, 16, 8, buffer=memory.buffer).layout())
+
+
+def work(mapping_id: int, direction: Direction = Direction.STORE) -> RunSlice:
+    size = GQA.token_bytes * CHUNK
+    return RunSlice(1, "c", mapping_id, 1, direction, (Piece(0, ((0, size),), (0, size), (0,), ((3, 5),)),))
+
+
+def refused(mover: CudaMover | RoutedMover, layout: Layout) -> Refusal:
+    with pytest.raises(Refusal) as found:
+        mover.map(7, layout)
+    return found.value
+
+
+def test_parts_are_told_when_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena grows for the core only as far as cards can reach it, and serves engines on cards from its first part
+    on."""
+    fake.driver()
+    monkeypatch.setattr("kvgrpc.transfer.arena.PART_BYTES", MIB)
+    arena = Arena(8 * MIB, first_bytes=MIB)
+    cards = Cards(arena, MIB)
+    told: list[int] = []
+    pinned: list[tuple[int, int]] = []
+
+    def pin(begin: int, end: int) -> bool:
+        assert all(size <= begin for size in told)
+        pinned.append((begin, end))
+        return cards.pin(begin, end)
+
+    arena.fill(told.append, pin)
+    wait_until(lambda: told and told[-1] == 8 * MIB, 10)
+    assert told == [part * MIB for part in range(2, 9)]
+    assert pinned == [(part * MIB, (part + 1) * MIB) for part in range(8)]
+    cards.close()
+    arena.close()
+
+
+def test_an_arena_that_cannot_be_pinned_serves_engines_in_host_memory(
+    arena: Arena, memory: fake.CardMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_NO_PIN", "1")
+    cards = Cards(arena)
+    assert cards.pin(0, MIB)
+    refusal = refused(CudaMover(cards, CHUNK), layout_in(memory))
+    assert refusal.reason is Reason.CUDA_UNSUPPORTED
+    assert "cannot be pinned" in refusal.message
+    cards.close()
+
+
+def test_an_allocation_is_opened_once_and_closed_with_its_last_user(cards: Cards, memory: fake.CardMemory) -> None:
+    """The fake driver refuses to open a handle twice."""
+    cards.pin_all()
+    mover = CudaMover(cards, CHUNK)
+    layout = layout_in(memory)
+    first, second = mover.map(1, layout), mover.map(2, layout)
+    assert first == second
+    mover.unmap(1)
+    assert mover.copy(work(2)) == SliceReport(1)
+    mover.unmap(2)
+    mover.unmap(2)
+    assert not cards.opened[0].memory
+    assert mover.map(3, layout) != first
+    mover.unmap(3)
+
+
+def test_what_lies_outside_is_refused_before_anything_is_copied(cards: Cards, memory: fake.CardMemory) -> None:
+    cards.pin_all()
+    mover = CudaMover(cards, CHUNK)
+    layout = layout_in(memory)
+    piece = layout.memory[0]
+    assert isinstance(piece, CudaIpcMemory)
+    for wrong, reason in (
+        (replace(piece, offset_bytes=MIB), Reason.MEMORY),
+        (replace(piece, size_bytes=2 * MIB), Reason.MEMORY),
+        (replace(piece, size_bytes=16), Reason.LAYOUT),
+        (replace(piece, handle=bytes(64)), Reason.MEMORY),
+        (replace(piece, device_uuid="GPU-00000000-0000-0000-0000-000000000000"), Reason.CUDA_UNSUPPORTED),
+    ):
+        assert refused(mover, replace(layout, memory=(wrong,))).reason is reason
+    assert not cards.opened[0].memory
+
+
+def test_memory_of_two_kinds_is_refused(arena: Arena, cards: Cards, memory: fake.CardMemory) -> None:
+    cards.pin_all()
+    mover = RoutedMover(MemoryMover(arena, CHUNK), CudaMover(cards, CHUNK))
+    layout = layout_in(memory)
+    mixed = replace(layout, memory=(*layout.memory, SharedMemory("x", 0, 16)))
+    assert refused(mover, mixed).reason is Reason.MEMORY
+
+
+def test_a_card_that_fails_fails_by_name(
+    arena: Arena, memory: fake.CardMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, since what a driver has lost stays lost."""
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, str(tmp_path / "fail")],
+        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-2:] == [
+        f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=False)",
+        CARD_FAILED,
+    ], done
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from tests.cards import fake
+from tests.cards.test_cards import *
+arena = Arena(MIB)
+cards = Cards(arena)
+cards.pin_all()
+mover = CudaMover(cards, CHUNK)
+memory = fake.CardMemory(MIB)
+layout = layout_in(memory)
+mover.map(1, layout)
+assert mover.copy(work(1)) == SliceReport(1)
+Path(sys.argv[1]).touch()
+mover.copy(work(1))
+print(mover.copy(work(1, Direction.RETRIEVE)))
+print(refused(mover, layout).reason.value, flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_cards_are_known_by_their_uuid() -> None:
+    one = "GPU-a8552ed2-3e23-e49f-875b-44598f976f63"
+    assert canonical_uuid(one) == canonical_uuid(one.upper().replace("GPU", "GPU")) == one[4:].replace("-", "")
+    assert canonical_uuid("MIG-" + one[4:]) == canonical_uuid(one)
+
+
+def test_device_files_are_counted(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert nvidia_devices(tmp_path) == 2
+    assert nvidia_devices(tmp_path / "none") == 0
+
+
+def test_a_mode_that_needs_a_kernel_says_what_is_missing(cards: Cards, memory: fake.CardMemory) -> None:
+    """auto goes on without it."""
+    cards.pin_all()
+    refusal = refused(CudaMover(cards, CHUNK, CopyMode.STAGED), layout_in(memory))
+    assert refusal.reason is Reason.CUDA_UNSUPPORTED and "kvgrpc[cuda13]" in refusal.message
+    mover = CudaMover(cards, CHUNK)
+    mover.map(1, layout_in(memory))
+    assert mover.copy(work(1)) == SliceReport(1)
+    mover.unmap(1)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is old is collected once and then left alone, but only while nobody waits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Generator
+
+import pytest
+
+from kvgrpc.runtime.garbage import FULL_S, YOUNG_COLLECTIONS, Freezer
+
+
+class World:
+    """A freezer, whether a call runs, and the time."""
+
+    def __init__(self) -> None:
+        self.idle = True
+        self.now_s = 0.0
+        self.freezer = Freezer(lambda: self.idle, lambda: self.now_s)
+
+
+@pytest.fixture
+def world() -> Generator[World, None, None]:
+    world = World()
+    yield world
+    world.freezer.close()
+
+
+class Node:
+    """Part of a cycle."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def young() -> None:
+    for _ in range(YOUNG_COLLECTIONS):
+        gc.collect(0)
+
+
+def test_what_survives_is_frozen_and_what_does_not_is_collected(world: World) -> None:
+    kept, lost = Node(), Node()
+    gone = weakref.ref(lost)
+    del lost
+    before = gc.get_freeze_count()
+    world.freezer.step()
+    assert gc.get_freeze_count() == before, "it was not worth it"
+    young()
+    world.freezer.step()
+    assert gone() is None
+    assert gc.get_freeze_count() > before
+    assert not any(one is kept for one in gc.get_objects())
+
+
+def test_nobody_is_made_to_wait(world: World) -> None:
+    before = gc.get_freeze_count()
+    world.idle = False
+    young()
+    world.freezer.step()
+    assert gc.get_freeze_count() == before
+    world.idle = True
+    world.freezer.step()
+    assert gc.get_freeze_count() > before
+
+
+def test_a_cycle_that_was_frozen_while_it_was_in_use_goes_within_an_hour(world: World) -> None:
+    stream = Node()
+    gone = weakref.ref(stream)
+    young()
+    world.freezer.step()
+    del stream
+    young()
+    world.freezer.step()
+    assert gone() is not None
+    world.now_s = FULL_S
+    young()
+    world.freezer.step()
+    assert gone() is None
+
+
+def test_the_collector_is_given_back(world: World) -> None:
+    world.freezer.close()
+    assert gc.get_freeze_count() == 0
