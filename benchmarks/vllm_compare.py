@@ -196,7 +196,7 @@ class Bench:
             answer = self._do(name, "ask", seeds=seeds, lengths=[SHARED, OWN], tokens=SAID)
             return REQUESTS * (SHARED + OWN + SAID) / answer["s"]
 
-        found = in_turns({name: lambda name=name: turn(name) for name in KINDS}, self._repetitions)
+        found = in_turns({name: lambda name=name: turn(name) for name in KINDS}, max(1, self._repetitions // 3))
         for name, values in found.items():
             self.figures.append(figure(f"workload/tokens a second, {name}", values, "1/s"))
         self._ratios("workload/tokens a second", found, lambda ours, its: ours / its)
@@ -223,7 +223,7 @@ class Bench:
 
 
 @click.command(help=__doc__)
-@click.option("--repetitions", default=6, show_default=True, help="Turns of each side.")
+@click.option("--repetitions", default=6, show_default=True, help="Turns of each side; of the workload a third.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result: a file, or a folder.")
 def main(repetitions: int, json_path: Path | None) -> None:
     for path, target in ((PEER_BIN, "peer-env"), (VLLM_PYTHON, "vllm-env"), (PEER_PACKAGES, "build/vllm-peer")):
@@ -235,20 +235,25 @@ def main(repetitions: int, json_path: Path | None) -> None:
     def say(text: str) -> None:
         console.print(f"{time.monotonic() - began:4.0f} s  {text}", markup=False, highlight=False)
 
+    def keep() -> None:
+        """Also before the workload, which takes most of the time."""
+        if json_path is not None:
+            all_versions = versions() | engine_versions()
+            say(f"written: {Report('vllm', tuple(bench.figures), versions=all_versions).write(json_path)}")
+
     with tempfile.TemporaryDirectory(prefix="kvgrpc-vllm-") as folder, ExitStack() as stack:
         bench = Bench(Path(folder), repetitions, say)
         try:
             bench.start(stack)
             for tokens in (480, 1900):
                 bench.first_tokens(tokens)
-            bench.workload()
             bench.lookups()
+            keep()
+            bench.workload()
         except BenchError as error:
             raise click.ClickException(str(error)) from None
     console.print(as_table(tuple(bench.figures)))
-    if json_path is not None:
-        more = engine_versions()
-        say(f"written: {Report('vllm', tuple(bench.figures), versions=versions() | more).write(json_path)}")
+    keep()
 
 
 def listens(port: int) -> bool:

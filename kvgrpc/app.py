@@ -14,12 +14,21 @@ from functools import partial
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
+from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.types import PrefetchStatus
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
+from kvgrpc.runtime.finals import final_status
 from kvgrpc.runtime.garbage import Freezer
+from kvgrpc.service.admission import Admission
+from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
+from kvgrpc.service.tls import TlsFiles
+from kvgrpc.telemetry.hands import CountedTier
+from kvgrpc.telemetry.running import Telemetry, TelemetryOptions
+from kvgrpc.telemetry.series import Sources
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.base import Mover
 from kvgrpc.transfer.cards import Cards, nvidia_devices
@@ -43,15 +52,35 @@ class Choices:
     cards: int
     cpu_workers: int
     reflection: bool
+    metrics: str
+    health: str
+    tls: bool
+    tenants: bool
+
+
+def telemetry_options(settings: Settings, facts: ServerFacts) -> TelemetryOptions:
+    return TelemetryOptions(
+        listen=None if settings.metrics_listen is None else split_address(settings.metrics_listen),
+        collector=settings.otlp_endpoint,
+        interval_s=settings.otlp_interval_ms / 1000,
+        trace_share=settings.trace_share,
+        version=facts.server_version,
+        instance=facts.server_epoch.hex(),
+    )
 
 
 def server_options(settings: Settings) -> ServerOptions:
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     return ServerOptions(
         socket=settings.socket_path(),
         socket_mode=settings.socket_mode,
         socket_group=settings.socket_group,
         listen=settings.listen,
         insecure=settings.insecure,
+        tls=tls,
+        health_listen=settings.health_listen or "",
         reflection=settings.serves_reflection(),
         message_bytes=settings.message_size,
         deadline_s=settings.deadline_ms / 1000,
@@ -59,6 +88,47 @@ def server_options(settings: Settings) -> ServerOptions:
         drain_s=settings.drain_ms / 1000,
         stall_s=settings.stall_ms / 1000,
     )
+
+
+class Shown:
+    """Telemetry around hands that no driver has yet. ``telemetry`` is None when none is wanted."""
+
+    driver: Driver
+
+    def __init__(self, options: TelemetryOptions, hands: Hands) -> None:
+        self.telemetry: Telemetry | None = None
+        self._tiers: tuple[CountedTier, ...] = ()
+        if options.wanted:
+            self.telemetry = Telemetry(options, lambda: CURRENT.get().traceparent, self._final)
+            hands.mover, self._mover = self.telemetry.counted(hands.mover)
+            self._tiers = tuple(self.telemetry.counted_tier(tier) for tier in hands.tiers.values())
+            hands.tiers |= {tier.name: tier for tier in self._tiers}
+
+    async def _final(self, job_id: bytes) -> PrefetchStatus | None:
+        return await final_status(self.driver, job_id)
+
+    async def start(self, server: Server) -> str:
+        """Address of the scrape endpoint, if there is one."""
+        if self.telemetry is None:
+            return ""
+        admin, affinity = DriverAdmin(self.driver), self.driver.hands.affinity
+        sources = Sources(
+            status=await admin.get_status(),
+            rpcs=server.rpcs,
+            lookups=self.driver.figures,
+            mover=self._mover,
+            waited=affinity.waited,
+            busy_s=affinity.longest_busy_s,
+            draining=server.traffic.draining.is_set,
+            tiers=self._tiers,
+            spans=self.telemetry.spans,
+        )
+        return self.telemetry.start(sources, admin.get_status)
+
+
+def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
+    for cache_salt, size_bytes in quotas.items():
+        book.set_quota(cache_salt, size_bytes)
 
 
 def raise_file_limit() -> None:
@@ -94,8 +164,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     book = Bookkeeper(limits, arena.ready_bytes)
-    for cache_salt, size_bytes in settings.quota.items():
-        book.set_quota(cache_salt, size_bytes)
+    set_quotas(book, dict(settings.quota))
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
     hands = Hands(
@@ -104,14 +173,22 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
     )
-    driver = Driver(book, limits, hands, ServerFacts(__version__, host_id(), settings.message_size))
+    facts = ServerFacts(__version__, host_id(), settings.message_size)
+    shown = Shown(telemetry_options(settings, facts), hands)
+    driver = shown.driver = Driver(book, limits, hands, facts)
+    client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
+    admission = None
+    if settings.access is not None:
+        admission = Admission(settings.access, partial(set_quotas, book))
+        client_for = admission.bound(client_for)
     server = Server(
         server_options(settings),
-        driver.client,
+        client_for,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
         at_rest=driver.close,
     )
+    server.admit = None if admission is None else admission.admit
 
     def started() -> None:
         announce(
@@ -125,17 +202,25 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 cards=found,
                 cpu_workers=settings.cpu_workers(),
                 reflection=settings.serves_reflection(),
+                metrics=metrics,
+                health=server.health_address,
+                tls=settings.tls_cert is not None,
+                tenants=settings.access is not None,
             )
         )
 
+    metrics = ""
     loop = asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
     freezer = Freezer(lambda: server.traffic.limited_calls == 0)
     freezing = asyncio.create_task(freezer.run())
     try:
+        metrics = await shown.start(server)
         await run(server, started, signals)
     finally:
         freezing.cancel()
         freezer.close()
+        if shown.telemetry is not None:
+            await shown.telemetry.stop()
         await driver.close()
         arena.close()

@@ -152,7 +152,7 @@ class Image:
         self.tensor_bytes = kv.token_bytes // self.tensors * block_size * num_blocks
         self.size_bytes = self.tensors * (lead + self.tensor_bytes) + tail
         self.buffer = bytearray(self.size_bytes) if buffer is None else buffer
-        self.memory: Bytes = np.frombuffer(self.buffer, np.uint8)[: self.size_bytes]
+        self.memory: Bytes = np.frombuffer(memoryview(self.buffer), np.uint8)[: self.size_bytes]
         self.memory[:] = FILL
         pitched = self.memory[: self.tensors * (lead + self.tensor_bytes)].reshape(self.tensors, -1)[:, lead:]
         sizes = dict(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from kvgrpc import api
 from kvgrpc.bench.processes import BenchError
 from kvgrpc.core.types import Direction
-from kvgrpc.transfer import _native
+from kvgrpc.transfer import device
 
 PIECE_BYTES = 64 << 20
 CEILING_BYTES = 1 << 30
@@ -22,7 +22,7 @@ class CardEngine:
 
     def __init__(self, ordinal: int = 0) -> None:
         try:
-            cards = _native.cards()
+            cards = device.cards()
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except (RuntimeError, OSError) as error:
             raise BenchError(str(error)) from None
@@ -69,7 +69,7 @@ class CardEngine:
             self._call("cuMemFree_v2", pointer)
 
     def share(self, pointer: int, size_bytes: int) -> api.CudaIpcMemory:
-        handle, uuid, offset, _ = _native.export_memory(pointer)
+        handle, uuid, offset, _ = device.export_memory(pointer)
         return api.CudaIpcMemory(handle, uuid, offset, size_bytes)
 
     def copy(self, pointer: int, directions: tuple[Direction, ...], size_bytes: int = CEILING_BYTES) -> float:
@@ -78,10 +78,10 @@ class CardEngine:
         for at in range(0, size_bytes, PIECE_BYTES):
             for direction in directions:
                 stream = self._streams[list(Direction).index(direction)]
-                device, size = ctypes.c_uint64(pointer + at), ctypes.c_size_t(min(PIECE_BYTES, size_bytes - at))
+                place, size = ctypes.c_uint64(pointer + at), ctypes.c_size_t(min(PIECE_BYTES, size_bytes - at))
                 half = PIECE_BYTES if direction is Direction.RETRIEVE else 0
                 host = ctypes.c_uint64((self._host.value or 0) + half)
-                pair = (host, device) if direction is Direction.STORE else (device, host)
+                pair = (host, place) if direction is Direction.STORE else (place, host)
                 self._call("cuMemcpyAsync", *pair, size, stream)
         for stream in self._streams:
             self._call("cuStreamSynchronize", stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -13,9 +13,10 @@ from pathlib import Path
 
 from kvgrpc.bench.card import CardEngine
 from kvgrpc.bench.processes import BenchError, answer, running, say
+from kvgrpc.config.places import mps_folder
 from kvgrpc.config.values import format_size
 from kvgrpc.core.types import Direction
-from kvgrpc.transfer import _native
+from kvgrpc.transfer import device
 from kvgrpc.transfer.cards import nvidia_devices
 from kvgrpc.transfer.kernels import load_kernel
 from kvgrpc.transfer.room import available_memory, free_huge_pages
@@ -23,6 +24,7 @@ from kvgrpc.transfer.room import available_memory, free_huge_pages
 SHM = "/dev/shm"  # noqa: S108 - where shm_open puts its objects, not a temporary file
 SHARED_BYTES = 64 << 20
 SLOW_GB_S = 10.0
+MEASURED_BYTES = 256 << 20
 MIB = 1 << 20
 
 
@@ -85,13 +87,15 @@ def card_findings() -> Iterator[Finding]:
     """Cards, and what the server needs of them."""
     devices = nvidia_devices()
     try:
-        cards = _native.cards()
+        cards = device.cards()
     except RuntimeError as error:
         if devices:
             yield _fail("driver", f"{devices} device files, but {error}: install the driver's libcuda in the container")
         else:
             yield _ok("cards", f"none ({error}); the server serves engines in host memory")
         return
+    if not cards:
+        yield _warn("cards", "the driver shows none to this process (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)")
     for ordinal, uuid, name, bus_id in cards:
         yield _ok(f"card {ordinal}", f"{name}, {uuid}")
         yield _numa(ordinal, bus_id)
@@ -124,7 +128,7 @@ def _cpus(text: str) -> set[int]:
 def _one_card(ordinal: int) -> Iterator[Finding]:
     here = CardEngine(ordinal)
     yield _mode(ordinal, here.compute_mode)
-    native = _native.Card(ordinal)
+    native = device.Card(ordinal)
     free, _ = native.memory()
     with _peer(ordinal) as handle:
         left, _ = native.memory()
@@ -138,10 +142,10 @@ def _one_card(ordinal: int) -> Iterator[Finding]:
             text = f"{error}: server and engines need the same view of the card, and process ids that differ"
             yield _fail(f"card {ordinal} IPC", text)
     yield _ok(f"card {ordinal} events", "handles of events are not used: clients wait for their own")
-    with here.memory(1 << 30) as memory:
+    with here.memory(MEASURED_BYTES) as memory:
         for way in Direction:
-            here.copy(memory, (way,))
-            rate = (1 << 30) / min(here.copy(memory, (way,)) for _ in range(3)) / 1e9
+            seconds = [here.copy(memory, (way,), MEASURED_BYTES) for _ in range(4)]
+            rate = MEASURED_BYTES / min(seconds) / 1e9
             text = f"{rate:.1f} GB/s between pinned memory and the card"
             good = rate > SLOW_GB_S
             yield _ok(f"card {ordinal} {way.value}", text) if good else _warn(f"card {ordinal} {way.value}", text)
@@ -154,7 +158,7 @@ def _one_card(ordinal: int) -> Iterator[Finding]:
 
 def _mode(ordinal: int, mode: int) -> Finding:
     what = f"card {ordinal} compute mode"
-    mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()  # noqa: S108 - MPS's own default
+    mps = (mps_folder() / "control").exists()
     if mode == 0:
         return _ok(what, "default" + (", and MPS runs" if mps else ", no MPS"))
     if mode == 3 and mps:
@@ -163,7 +167,7 @@ def _mode(ordinal: int, mode: int) -> Finding:
 
 
 @contextmanager
-def _peer(ordinal: int) -> Iterator[bytes]:
+def _peer(ordinal: int) -> Generator[bytes, None, None]:
     """The handle of memory of another process that lives meanwhile."""
     with running("kvgrpc.cli.checks", str(ordinal)) as process:
         yield bytes.fromhex(answer(process).strip())

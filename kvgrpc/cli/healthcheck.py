@@ -10,7 +10,9 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2
 
-from kvgrpc.client.address import parse_address
+from kvgrpc.cli.connection import connection_options, credentials_of
+from kvgrpc.client.address import Address, parse_address
+from kvgrpc.client.credentials import Credentials
 from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 
@@ -21,36 +23,45 @@ NO_ANSWER = 3
 
 @click.command()
 @click.argument("name", default="readiness")
-@click.option(
-    "--address",
-    metavar="ADDRESS",
-    help="unix:/path or host:port; default: as for `status`: KVGRPC_ADDRESS, KVGRPC_SOCKET, else this user's socket",
-)
+@connection_options
 @click.option(
     "--timeout-ms", type=click.IntRange(min=1), default=3000, show_default=True, help="for the whole question"
 )
-def healthcheck(name: str, address: str | None, timeout_ms: int) -> None:
+def healthcheck(name: str, address: str | None, timeout_ms: int, **credentials: str | None) -> None:
     """Ask a server whether it serves NAME: liveness, readiness (the default) or a service's full name.
 
     Exit codes: 0 it serves; 1 it answers that it does not (draining, or a copy that stands still); 2 the question is
     wrong; 3 no answer in time.
     """
     try:
-        target = parse_address(address or default_address()).target
+        server = parse_address(address or default_address())
+        channel = _channel(server, credentials_of(credentials))
     except (UntrustedSocketError, ValueError) as error:
         _fail(str(error), WRONG)
     try:
-        answer = _ask(target, name, timeout_ms / 1000)
+        answer = _ask(channel, server.target, name, timeout_ms / 1000)
     except UnicodeEncodeError:
         _fail("NAME is no UTF-8", WRONG)
     word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer)
     if answer != health_pb2.HealthCheckResponse.SERVING:
-        _fail(f"{target}: {name}: {word}", NOT_SERVING)
+        _fail(f"{server.target}: {name}: {word}", NOT_SERVING)
     click.echo(word)
 
 
-def _ask(target: str, name: str, timeout_s: float) -> health_pb2.HealthCheckResponse.ServingStatus:
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+def _channel(server: Address, credentials: Credentials) -> grpc.Channel:
+    """No token: health asks for none."""
+    options: list[tuple[str, str | int]] = [("grpc.enable_http_proxy", 0)]
+    if not credentials.uses_tls(server):
+        return grpc.insecure_channel(server.target, options=options)
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return grpc.secure_channel(server.target, credentials.channel_credentials(), options=options)
+
+
+def _ask(
+    channel: grpc.Channel, target: str, name: str, timeout_s: float
+) -> health_pb2.HealthCheckResponse.ServingStatus:
+    with channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

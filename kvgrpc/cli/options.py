@@ -39,7 +39,9 @@ def _option(name: str, field: FieldInfo) -> Callable[[C], C]:
 
 def _metavar(name: str) -> str:
     words = {"listen": "HOST:PORT", "quota": "SALT=SIZE", "allow_uid": "UID", "socket": "PATH", "socket_mode": "MODE"}
-    words |= {"arena_path": "PATH", "socket_group": "GROUP"}
+    words |= {"arena_path": "PATH", "socket_group": "GROUP", "metrics_listen": "[HOST:]PORT", "otlp_endpoint": "URL"}
+    words |= {"tls_cert": "FILE", "tls_key": "FILE", "tls_client_ca": "FILE", "access": "FILE"}
+    words |= {"health_listen": "[HOST:]PORT"}
     if name in words:
         return words[name]
     last = name.rsplit("_", 1)[-1]

@@ -13,6 +13,7 @@ _COMMANDS = {
     "serve": "kvgrpc.cli.serve",
     "status": "kvgrpc.cli.status",
     "healthcheck": "kvgrpc.cli.healthcheck",
+    "token": "kvgrpc.cli.token",
     "demo": "kvgrpc.cli.demo.command",
     "bench": "kvgrpc.cli.bench",
     "doctor": "kvgrpc.cli.doctor",

@@ -17,8 +17,10 @@ from kvgrpc.cli.options import settings_options
 from kvgrpc.config.places import UntrustedSocketError, claim_default_socket
 from kvgrpc.config.settings import SettingsError, load_settings, strange_variables
 from kvgrpc.config.values import format_size
+from kvgrpc.service.access import AccessError
 from kvgrpc.service.listeners import ListenError
 from kvgrpc.telemetry.log import configure, logger
+from kvgrpc.telemetry.running import TelemetryError
 from kvgrpc.transfer.arena import ArenaError
 
 
@@ -39,7 +41,7 @@ def serve(**flags: Any) -> None:
         for sentence in strange_variables():
             logger("serve").warning(sentence)
         asyncio.run(serve_settings(settings, announce))
-    except (SettingsError, UntrustedSocketError, ListenError, ArenaError) as error:
+    except (SettingsError, UntrustedSocketError, ListenError, ArenaError, TelemetryError, AccessError) as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -53,6 +55,11 @@ def announce(choices: Choices) -> None:
         "cards": str(choices.cards) if choices.cards else "none: engines in host memory only",
         "reflection": "on" if choices.reflection else "off",
     }
+    rows["access"] = _access(choices)
+    if choices.health:
+        rows["health"] = choices.health
+    if choices.metrics:
+        rows["metrics"] = f"http://{choices.metrics}/metrics"
     console = Console()
     if not console.is_terminal:
         logger("serve").info("started", version=__version__, **rows)
@@ -62,3 +69,8 @@ def announce(choices: Choices) -> None:
         table.add_row(f"[bold]{name}[/]", text)
     console.print(f"[bold green]kvgrpc {__version__}[/]  (Ctrl-C drains and stops)")
     console.print(table)
+
+
+def _access(choices: Choices) -> str:
+    who = "tenants of the file" if choices.tenants else "whoever can connect"
+    return f"{who}, with TLS over TCP" if choices.tls else who

@@ -8,8 +8,11 @@ import asyncio
 import click
 from rich.console import Console
 
+from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client.aio import AioClient
+from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.credentials import Credentials
 from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
@@ -19,18 +22,14 @@ WIDTH_LEAST = 170
 
 
 @click.command()
-@click.option(
-    "--address",
-    metavar="ADDRESS",
-    help="unix:/path or host:port; default: KVGRPC_ADDRESS, KVGRPC_SOCKET, else this user's socket",
-)
+@connection_options
 @click.option("--json", "json_form", is_flag=True, help="print JSON for programs instead of a screen")
-def status(address: str | None, json_form: bool) -> None:
+def status(address: str | None, json_form: bool, **credentials: str | None) -> None:
     """Show what a server holds and who uses it."""
     target = address or ""
     try:
         target = target or default_address()
-        snapshot = asyncio.run(take_snapshot(target))
+        snapshot = asyncio.run(take_snapshot(target, credentials_of(credentials)))
     except (UntrustedSocketError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except Refusal as refusal:
@@ -45,6 +44,6 @@ def status(address: str | None, json_form: bool) -> None:
         console.print(as_screen(snapshot), width=max(console.width, WIDTH_LEAST))
 
 
-async def take_snapshot(address: str) -> Snapshot:
-    async with AioClient(address) as client:
+async def take_snapshot(address: str, credentials: Credentials) -> Snapshot:
+    async with AioClient(address, options=ChannelOptions(credentials=credentials)) as client:
         return Snapshot(await client.get_status(), await client.list_engines(), await client.list_spaces())

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.breaker import BreakerSettings
     from kvgrpc.client.channel import ChannelOptions
     from kvgrpc.client.copies import CopyFuture
+    from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
     from kvgrpc.client.device import KvForm, NotShareableError, kv_layout, register_kv_caches
     from kvgrpc.client.fork import ForkedProcessError
@@ -91,6 +92,7 @@ _NAMES = {
     "kvgrpc.client.breaker": "BreakerSettings",
     "kvgrpc.client.channel": "ChannelOptions",
     "kvgrpc.client.copies": "CopyFuture",
+    "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
     "kvgrpc.client.device": "KvForm NotShareableError kv_layout register_kv_caches",
     "kvgrpc.client.fork": "ForkedProcessError",
@@ -126,6 +128,7 @@ __all__ = [
     "ClientStatus",
     "Content",
     "CopyFuture",
+    "Credentials",
     "CudaIpcMemory",
     "Ended",
     "EngineStatus",
@@ -174,6 +177,7 @@ __all__ = [
     "WorkerClient",
     "WorkerOptions",
     "default_address",
+    "default_credentials",
     "kv_layout",
     "parse_address",
     "register_kv_caches",

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
-FORMS = "grpc://host:port, grpc+unix:///path, unix:/path, /path or host:port"
+FORMS = "grpc://host:port, grpcs://host:port (TLS), grpc+unix:///path, unix:/path, /path or host:port"
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\[\]:/\s?#@]+):(?P<port>[0-9]{1,5})")
 _UNIX_PATH_BYTES = 107
@@ -16,11 +16,15 @@ _UNIX_PATH_BYTES = 107
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens: ``path`` of a Unix socket, or ``host`` (IPv6 without brackets) and ``port``."""
+    """Where a server listens: ``path`` of a Unix socket, or ``host`` (IPv6 without brackets) and ``port``.
+
+    ``tls``: with TLS, whether credentials are named or not.
+    """
 
     path: str = ""
     host: str = ""
     port: int = 0
+    tls: bool = False
 
     @property
     def is_unix(self) -> bool:
@@ -35,7 +39,8 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Accepts ``grpc://host:port``, ``grpc+unix:///path``, ``unix:/path``, ``unix:///path``, ``/path``, ``host:port``.
+    """Accepts ``grpc://host:port``, ``grpcs://host:port`` (TLS), ``grpc+unix:///path``, ``unix:/path``,
+    ``unix:///path``, ``/path``, ``host:port``.
 
     Paths of a URI may be percent-encoded; a bare one is taken as it is. Raises ValueError, saying what is wrong and
     what would be right.
@@ -45,14 +50,15 @@ def parse_address(text: str) -> Address:
             return _unix_address(text, unquote(text.removeprefix(scheme)))
     if text.startswith("/"):
         return _unix_address(text, text)
-    host_port = text.removeprefix("grpc://").removesuffix("/") if text.startswith("grpc://") else text
+    scheme = next((scheme for scheme in ("grpc://", "grpcs://") if text.startswith(scheme)), "")
+    host_port = text.removeprefix(scheme).removesuffix("/") if scheme else text
     match = _HOST_PORT.fullmatch(host_port)
     if match is None:
         raise ValueError(f"address {text!r} is not understood; write {FORMS}")
     port = int(match["port"])
     if not 1 <= port <= 65535:
         raise ValueError(f"address {text!r}: port {port} is not between 1 and 65535")
-    return Address(host=match["host"].strip("[]"), port=port)
+    return Address(host=match["host"].strip("[]"), port=port, tls=scheme == "grpcs://")
 
 
 def _unix_address(text: str, path: str) -> Address:

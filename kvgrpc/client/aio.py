@@ -19,6 +19,7 @@ import grpc.aio
 from kvgrpc import api
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
+from kvgrpc.client.credentials import token_for
 from kvgrpc.client.fork import add_connection, claim_process
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import (
@@ -113,7 +114,8 @@ class AioClient:
         self.address = parse_address(address)
         self.client_id = client_id or new_client_id("client")
         self.options = options
-        self._metadata = ((CLIENT_ID_KEY, self.client_id),)
+        self._named: tuple[tuple[str, str], ...] = ((CLIENT_ID_KEY, self.client_id),)
+        self._token = token_for(self.address, options.shown())
         self._opened: _Open | None = None
         self._closed = False
 
@@ -239,6 +241,10 @@ class AioClient:
         return await self._call(stub, message, _drained, self.options.call_s + wait_ms / 1000)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._named if self._token is None else (*self._named, *self._token.metadata())
 
     def _copy_s(self, timeout_s: float | None) -> float:
         return self.options.copy_s if timeout_s is None else timeout_s

@@ -10,6 +10,7 @@ from typing import Any
 import grpc.aio
 
 from kvgrpc.client.address import Address
+from kvgrpc.client.credentials import Credentials, default_credentials
 
 MIB = 1 << 20
 
@@ -27,6 +28,7 @@ class ChannelOptions:
     """How to reach a server. Times are seconds.
 
     ``call_s`` and ``copy_s`` are the deadlines of calls, and of Register, Unregister, Store, Retrieve and Fence.
+    ``credentials`` None: those that variables name (``default_credentials``).
     ``retries`` lets gRPC repeat calls that change nothing when the server cannot be reached, for some 200 ms at most.
     """
 
@@ -39,6 +41,11 @@ class ChannelOptions:
     connect_s: float = 1.0
     keepalive_s: float = 60.0
     keepalive_timeout_s: float = 5.0
+    credentials: Credentials | None = None
+
+    def shown(self) -> Credentials:
+        """What is shown and trusted."""
+        return default_credentials() if self.credentials is None else self.credentials
 
 
 def channel_arguments(address: Address, options: ChannelOptions) -> list[tuple[str, Any]]:
@@ -83,5 +90,10 @@ def _service_config() -> dict[str, Any]:
 
 
 def open_channel(address: Address, options: ChannelOptions) -> grpc.aio.Channel:
-    """A channel for the current event loop; it connects at its first call."""
-    return grpc.aio.insecure_channel(address.target, options=channel_arguments(address, options))
+    """A channel for the current event loop; it connects at its first call. ValueError for a file that is not there."""
+    arguments, shown = channel_arguments(address, options), options.shown()
+    if not shown.uses_tls(address):
+        return grpc.aio.insecure_channel(address.target, options=arguments)
+    if shown.server_name:
+        arguments.append(("grpc.ssl_target_name_override", shown.server_name))
+    return grpc.aio.secure_channel(address.target, shown.channel_credentials(), options=arguments)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvgrpc import api
 from kvgrpc.client.worker import WorkerClient, WorkerOptions
-from kvgrpc.transfer import _native
+from kvgrpc.transfer import device
 
 
 class NotShareableError(Exception):
@@ -72,7 +72,7 @@ def kv_layout(tensors: Sequence[Any], form: KvForm) -> api.Layout:
     placed: list[tuple[bytes, int]] = []
     for index, array in enumerate(arrays):
         try:
-            handle, uuid, offset, _ = _native.export_memory(array.pointer)
+            handle, uuid, offset, _ = device.export_memory(array.pointer)
         except (ValueError, RuntimeError) as error:
             raise NotShareableError(f"tensor {index} cannot be shared: {error}") from error
         end = offset + array.reach_bytes

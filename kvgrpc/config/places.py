@@ -103,3 +103,8 @@ def _user(uid: int) -> str:
         return f"user {uid} ({pwd.getpwuid(uid).pw_name})"
     except KeyError:
         return f"user {uid}"
+
+
+def mps_folder() -> Path:
+    """Where NVIDIA's multi-process service has its pipes, if it runs."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or Path(tempfile.gettempdir(), "nvidia-mps"))

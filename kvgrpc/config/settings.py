@@ -18,7 +18,16 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvgrpc.config.places import default_socket_path, named_socket
-from kvgrpc.config.values import is_loopback, parse_mode, parse_quotas, parse_size, split_address, split_list
+from kvgrpc.config.values import (
+    is_loopback,
+    parse_collector,
+    parse_mode,
+    parse_own_address,
+    parse_quotas,
+    parse_size,
+    split_address,
+    split_list,
+)
 from kvgrpc.core.types import MIB, MS, CoreLimits
 
 MESSAGE_MIN = 64 << 10
@@ -33,10 +42,13 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Count = Annotated[int, Field(gt=0, le=1 << 32)]
 Millis = Annotated[int, Field(gt=0, le=86_400_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Part = Annotated[float, Field(ge=0, le=1)]
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
 Uids = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
+OwnAddress = Annotated[str, BeforeValidator(parse_own_address)]
+Collector = Annotated[str, BeforeValidator(parse_collector)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 THREADS_MOST = 256
@@ -64,6 +76,11 @@ class Settings(BaseSettings):
     socket_group: str = _doc("", "group of the socket; needs a --socket-mode that lets it in")
     listen: Strings = _doc((), "also listen on this HOST:PORT (TCP); port 0 chooses one")
     insecure: bool = _doc(False, "allow --listen off the loopback without TLS: who reaches the port reads KV data")
+    tls_cert: Path | None = _doc(None, "certificate chain (PEM) of the TCP listeners; read again when it changes")
+    tls_key: Path | None = _doc(None, "its private key (PEM)")
+    tls_client_ca: Path | None = _doc(None, "CA (PEM) of client certificates, which clients then must have")
+    access: Path | None = _doc(None, "file of tenants (JSON): who may call what; default: whoever can connect")
+    health_listen: OwnAddress | None = _doc(None, "also serve health, and only that, here without TLS")
     reflection: bool | None = _doc(None, "serve gRPC reflection; default: on unless a listener is off the loopback")
     allow_uid: Uids = _doc((), "user id whose shared memory may be registered, beside the server's own")
 
@@ -114,6 +131,12 @@ class Settings(BaseSettings):
     copy_deadline_ms: Millis = _doc(30_000, "deadline of a Store or Retrieve that brings none")
     drain_ms: Millis = _doc(25_000, "how long running copies may take after SIGTERM")
     stall_ms: Millis = _doc(30_000, "how long one slice of a copy may run before liveness fails")
+
+    # telemetry
+    metrics_listen: OwnAddress | None = _doc(None, "serve metrics for Prometheus here; PORT alone is on 127.0.0.1")
+    otlp_endpoint: Collector = _doc("", "send metrics and traces to this OpenTelemetry collector (OTLP over HTTP)")
+    otlp_interval_ms: Millis = _doc(15_000, "how often metrics are sent")
+    trace_share: Part = _doc(0.01, "share of calls that are traced when their engine does not say")
 
     # logs
     log_level: str = _doc("info", "debug, info, warning or error")
@@ -167,11 +190,24 @@ class Settings(BaseSettings):
             host, port = split_address(address)
             if not 0 <= port <= 65535:
                 raise ValueError(f"--listen {address}: the port must be 0 to 65535")
-            if not is_loopback(host) and not self.insecure:
+            if not is_loopback(host) and not self.insecure and self.tls_cert is None:
                 raise ValueError(
                     f"--listen {address} is off the loopback and would serve without TLS; "
-                    "listen on 127.0.0.1 or the Unix socket, or say --insecure if the network is trusted"
+                    "give it --tls-cert and --tls-key, listen on 127.0.0.1 or the Unix socket, "
+                    "or say --insecure if the network is trusted"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Settings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together: give both")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key: without TLS nobody shows a certificate")
+        if self.tls_cert is not None and not self.listen:
+            raise ValueError("--tls-cert is for TCP, and there is no --listen; a Unix socket has no TLS")
+        if self.tls_cert is not None and self.insecure:
+            raise ValueError("--insecure and --tls-cert contradict each other: every --listen has TLS then")
         return self
 
     @model_validator(mode="after")

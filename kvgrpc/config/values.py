@@ -77,6 +77,24 @@ def parse_quotas(value: object) -> object:
     return quotas
 
 
+def parse_own_address(value: object) -> object:
+    """``"9464"`` or ``"HOST:PORT"`` -> ``"HOST:PORT"``: without a host, of the loopback."""
+    if not isinstance(value, str):
+        return value
+    whole = f"127.0.0.1:{value}" if value.isdecimal() else value
+    host, separator, port = whole.rpartition(":")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not PORT or HOST:PORT, for example 9464 or 0.0.0.0:9464")
+    return whole
+
+
+def parse_collector(value: object) -> object:
+    """The base address of a collector, as http://HOST:PORT."""
+    if isinstance(value, str) and value and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        raise ValueError(f"{value!r} is not the address of a collector, for example http://127.0.0.1:4318")
+    return value
+
+
 def split_address(address: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[V6]:PORT``; ValueError says what is wrong."""
     host, separator, port = address.rpartition(":")

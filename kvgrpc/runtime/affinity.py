@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from kvgrpc.runtime.figures import Spread, added_up
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class _Lane:
         self.ended = 0  # written by the thread only
         self.busy_since_s = [0.0, 0.0]
         self.pools: list[ThreadPoolExecutor | None] = [None, None]
+        self.waited = Spread()  # seconds from submit to begin; written by the thread only
 
     @property
     def queued(self) -> int:
@@ -85,8 +88,12 @@ class AffinityExecutor:
         if not stage:
             lane.submitted += 1
 
+        submitted_s = time.monotonic()
+
         def run() -> T:
             lane.busy_since_s[stage] = time.monotonic()
+            if not stage:
+                lane.waited.add(lane.busy_since_s[0] - submitted_s)
             try:
                 return work(*args, **kwargs)
             finally:
@@ -99,6 +106,10 @@ class AffinityExecutor:
     def lanes(self) -> list[tuple[int, tuple[str, ...], int]]:
         """(thread, clients bound to it, pieces of work that have not ended) of every thread."""
         return [(lane.number, tuple(sorted(lane.clients)), lane.queued) for lane in self._lanes]
+
+    def waited(self) -> Spread:
+        """Seconds that work waited for its thread, of all threads."""
+        return added_up(lane.waited for lane in self._lanes)
 
     def longest_busy_s(self) -> float:
         """How long the longest-running piece of work has been running; 0 when idle. For the watchdog."""

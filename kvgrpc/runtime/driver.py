@@ -42,6 +42,7 @@ from kvgrpc.core.types import (
 )
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.clock import Clock, monotonic_clock
+from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.tiers.base import Tier, TierFault
 from kvgrpc.transfer.arena import Arena
@@ -90,6 +91,7 @@ class Driver:
         self.limits = limits
         self.hands = hands
         self.facts = facts
+        self.figures = LookupFigures()
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
@@ -266,6 +268,8 @@ class Driver:
                     if not waiter.done():
                         waiter.set_result(results)
             case JobDone(job_id):
+                job = self.book.jobs.jobs.get(job_id)
+                self.figures.ended(job_id, job and job.status)
                 for job_waiter in self._jobs.pop(job_id, ()):
                     if not job_waiter.done():
                         job_waiter.set_result(None)

@@ -177,6 +177,7 @@ class DriverSession:
         driver = self._driver
         driver.book.check_client(self._client_id, request.engine_id)
         content = await driver.chunk_keys(request.space, request.content)
+        job_id = secrets.token_bytes(16)
         answer = driver.book.lookup(
             driver.now(),
             self._client_id,
@@ -187,13 +188,18 @@ class DriverSession:
                 space=request.space,
                 content=content,
                 tp_size=request.tp_size,
-                job_id=secrets.token_bytes(16),
+                job_id=job_id,
                 kv_ranks=request.kv_ranks,
                 prefetch_wait_ns=request.prefetch_wait_ms * MS,
                 policy=request.policy,
                 fingerprint=_fingerprint(request, content, driver.limits.chunk_tokens),
             ),
         )
+        repeated = answer.job_id not in (b"", job_id)
+        if not request.policy.no_lookup and not repeated:
+            sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
+            chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
+            driver.figures.asked(answer, len(content.keys), chunk_bytes)
         driver.pump()
         return answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
 REQUEST_ID_KEY = "kvgrpc-request-id"
+TRACEPARENT_KEY = "traceparent"
+AUTHORIZATION_KEY = "authorization"
 NAME_MOST = 64
 MIB = 1 << 20
 UNLIMITED = 1 << 62
@@ -77,22 +79,29 @@ def is_name(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. ``client_id`` is the peer's, unchecked; ``request_id`` the peer's if well formed, else made here."""
+    """One call. ``client_id``, ``traceparent`` and ``authorization`` are the peer's, unchecked; ``request_id`` is the
+    peer's if well formed, else made here."""
 
     method: str
     rule: Rule
     client_id: str
     request_id: str
+    traceparent: str = ""
+    authorization: str = field(default="", repr=False)
 
 
 def read_call(method: str, rule: Rule, metadata: Iterable[tuple[str, str | bytes]]) -> Call:
-    client_id = request_id = ""
+    client_id = request_id = traceparent = authorization = ""
     for key, value in metadata:
         if key == CLIENT_ID_KEY:
             client_id = value if isinstance(value, str) else ""
         elif key == REQUEST_ID_KEY:
             request_id = value if isinstance(value, str) and is_name(value) else ""
-    return Call(method, rule, client_id, request_id or secrets.token_hex(8))
+        elif key == TRACEPARENT_KEY:
+            traceparent = value if isinstance(value, str) else ""
+        elif key == AUTHORIZATION_KEY:
+            authorization = value if isinstance(value, str) else ""
+    return Call(method, rule, client_id, request_id or secrets.token_hex(8), traceparent, authorization)
 
 
 CURRENT: ContextVar[Call] = ContextVar("kvgrpc_call")

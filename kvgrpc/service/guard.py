@@ -34,8 +34,11 @@ from kvgrpc.service.deadline import Deadline
 from kvgrpc.service.traffic import Traffic
 from kvgrpc.status import DETAILS_KEY, REASON_CODES, rich_status
 from kvgrpc.telemetry.log import REQUEST_ID, logger
+from kvgrpc.telemetry.rpcs import OK, RpcFigures
 
 Check = Callable[[Call], None]
+Admit = Callable[[Call, Any], None]
+"""Finds out who calls, from the call and its gRPC context, and raises a Refusal for who may not."""
 _Method: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -111,11 +114,15 @@ class CallGuard(grpc.GenericRpcHandler):
         limits: CallLimits,
         checks: Sequence[Check] = (),
         readers: Mapping[str, Callable[[bytes], object]] = MappingProxyType({}),
+        figures: RpcFigures | None = None,
+        admit: Admit | None = None,
     ) -> None:
+        self._admit = admit
         self._traffic = traffic
         self._readers = readers
+        self._figures = figures or RpcFigures(RULES)
         self._limits = limits
-        self._methods: dict[str, tuple[Rule, _Method]] = {}
+        self._methods: dict[str, tuple[Rule, _Method, Callable[[Any], bytes]]] = {}
         self._log = logger("service").bind()  # bound once: a debug line that is not wanted then costs nothing
         self._checks: tuple[Check, ...] = (
             check_client_id,
@@ -135,22 +142,21 @@ class CallGuard(grpc.GenericRpcHandler):
                 method = grpc.unary_unary_rpc_method_handler(
                     method.unary_unary, self._readers[path], method.response_serializer
                 )
-            self._methods[path] = RULES[path], method
+            assert method.response_serializer is not None
+            self._methods[path] = RULES[path], method, self._figures.methods[path].counted(method.response_serializer)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Method | None:
         """One call's handler; None for a method that is not ours."""
         found = self._methods.get(handler_call_details.method)
         if found is None:
             return None
-        rule, method = found
+        rule, method, serialize = found
         call = read_call(handler_call_details.method, rule, handler_call_details.invocation_metadata)
         if method.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                partial(self._answer_stream, call, method), response_serializer=method.response_serializer
+                partial(self._answer_stream, call, method), response_serializer=serialize
             )
-        return grpc.unary_unary_rpc_method_handler(
-            partial(self._answer, call, method), response_serializer=method.response_serializer
-        )
+        return grpc.unary_unary_rpc_method_handler(partial(self._answer, call, method), response_serializer=serialize)
 
     async def _answer(self, call: Call, method: _Method, raw: bytes, context: _Context) -> Any:
         context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
@@ -190,9 +196,13 @@ class CallGuard(grpc.GenericRpcHandler):
         CURRENT.set(call)
         REQUEST_ID.set(call.request_id)
         start = time.perf_counter()
+        status, figures = OK, self._figures.methods[call.method]
+        figures.started += 1
         try:
             for check in self._checks:
                 check(call)
+            if self._admit is not None:
+                self._admit(call, context)
             check_running_bytes(self._traffic, self._limits.running_bytes, call.rule, size_bytes)
             self._traffic.enter(call.rule, size_bytes)
             try:
@@ -200,16 +210,20 @@ class CallGuard(grpc.GenericRpcHandler):
             finally:
                 self._traffic.leave(call.rule, size_bytes)
         except Refusal as refusal:
-            code = REASON_CODES[refusal.reason].name
+            status = REASON_CODES[refusal.reason].name
+            self._figures.refusals[refusal.reason.value] += 1
             # not the message: it may name what the peer sent
             self._log.warning(
-                "call refused", **_facts(call, start), code=code, reason=refusal.reason.value, field=refusal.field
+                "call refused", **_facts(call, start), code=status, reason=refusal.reason.value, field=refusal.field
             )
             await self._abort(call, context, refusal)
         except asyncio.CancelledError:
+            status = "CANCELLED"
             self._log.debug("call cancelled", **_facts(call, start))
             raise
         except Exception:  # noqa: BLE001 - the outermost loop: a bug must not show its inside to the peer
+            status = "INTERNAL"
+            self._figures.refusals[Reason.INTERNAL.value] += 1
             self._log.error("call failed", **_facts(call, start), exc_info=True)
             await self._abort(
                 call,
@@ -219,6 +233,8 @@ class CallGuard(grpc.GenericRpcHandler):
         else:
             self._log.debug("call", **_facts(call, start), code="OK")
             return answer
+        finally:
+            figures.ended(status, time.perf_counter() - start, size_bytes)
 
     async def _abort(self, call: Call, context: _Context, refusal: Refusal) -> None:
         short = Refusal(

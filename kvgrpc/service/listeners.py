@@ -20,7 +20,7 @@ PATH_BYTES_MOST = 107
 _PROBE_S = 1.0
 
 Bind = Callable[[str], int]
-"""gRPC's ``add_insecure_port``: address to port; RuntimeError when it cannot."""
+"""gRPC's ``add_insecure_port`` or its like: address to port; RuntimeError when it cannot."""
 
 
 class ListenError(Exception):
@@ -153,16 +153,17 @@ def _group_id(group: str) -> int:
         raise ListenError(f"--socket-group {group}: there is no such group") from None
 
 
-def bind_tcp(address: str, insecure: bool, bind: Bind) -> str:
-    """Listens on ``HOST:PORT``; answers the address with the port that port 0 became."""
+def bind_tcp(address: str, anywhere: bool, bind: Bind) -> str:
+    """Listens on ``HOST:PORT``, off the loopback only if ``anywhere`` says so; answers the address with the port that
+    port 0 became."""
     try:
         host, port = split_address(address)
     except ValueError as error:
         raise ListenError(str(error)) from None
-    if not insecure and not is_loopback(host):
+    if not anywhere and not is_loopback(host):
         raise ListenError(
             f"--listen {address} is off the loopback and would serve without TLS; "
-            "say --insecure if the network is trusted"
+            "give it --tls-cert and --tls-key, or say --insecure if the network is trusted"
         )
     try:
         bound = bind(address)

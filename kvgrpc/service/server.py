@@ -11,6 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,15 +20,17 @@ import grpc
 from kvgrpc.api import AdminApi
 from kvgrpc.core.types import MIB
 from kvgrpc.service.admin import AdminServicer
-from kvgrpc.service.calls import SERVICES
-from kvgrpc.service.guard import CallGuard, CallLimits, Check
+from kvgrpc.service.calls import RULES, SERVICES
+from kvgrpc.service.guard import Admit, CallGuard, CallLimits, Check
 from kvgrpc.service.health import HEALTH_SERVICE, Health
 from kvgrpc.service.listeners import ListenError, SocketFile, bind_tcp
 from kvgrpc.service.reflection import reflection_handlers
 from kvgrpc.service.servicer import READERS, ClientFor, EngineServicer, KvCacheServicer
+from kvgrpc.service.tls import TlsFiles, read_certificates
 from kvgrpc.service.traffic import Traffic
 from kvgrpc.service.watchdog import Watchdog
 from kvgrpc.telemetry.log import logger
+from kvgrpc.telemetry.rpcs import RpcFigures
 from kvgrpc.v1 import admin_pb2_grpc, cache_pb2_grpc, engine_pb2_grpc
 
 log = logger("service")
@@ -47,6 +50,7 @@ STOP_S = 1.0
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where and how the server listens. ``socket`` None = no Unix socket; ``listen``: ``HOST:PORT``, port 0 chooses.
+    ``tls`` is for all TCP listeners. ``health_listen``: one more, without TLS, that answers health and nothing else.
     ``stall_s``: how long one piece of work may run before ``liveness`` fails."""
 
     socket: Path | None = None
@@ -54,6 +58,8 @@ class ServerOptions:
     socket_group: str = ""
     listen: tuple[str, ...] = ()
     insecure: bool = False
+    tls: TlsFiles | None = None
+    health_listen: str = ""
     reflection: bool = False
     message_bytes: int = 16 * MIB
     running_calls: int = 16384
@@ -70,7 +76,8 @@ class Server:
     ``client_for`` answers the cache as one client sees it, ``admin`` is the operator's view; ``checks`` are asked for
     every call after the built-in ones; ``busy_s`` answers how long the longest-running piece of work has been running;
     ``at_rest`` returns when nothing that a call began runs any more: the socket's lock is kept until then, so that the
-    next server under this path starts after the last copy of this one.
+    next server under this path starts after the last copy of this one. ``admit``, if it is set before the start, is
+    asked for every call; without it, whoever can connect may call.
     """
 
     def __init__(
@@ -86,13 +93,17 @@ class Server:
         self._client_for = client_for
         self._admin = admin
         self._checks = checks
+        self.admit: Admit | None = None
         self._traffic = Traffic()
+        self.rpcs = RpcFigures(RULES)
         self._health = Health(SERVICES)
         self._watchdog = Watchdog(self._health, busy_s, options.stall_s)
         self._at_rest = at_rest
         self._watching: asyncio.Task[None] | None = None
         self._socket: SocketFile | None = None
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
+        self._health_address = ""
         self._addresses: tuple[str, ...] = ()
         self._stopped = asyncio.Event()
 
@@ -100,6 +111,11 @@ class Server:
     def addresses(self) -> tuple[str, ...]:
         """Where the started server listens, as gRPC targets: ``unix:/path``, ``127.0.0.1:50051``."""
         return self._addresses
+
+    @property
+    def health_address(self) -> str:
+        """Where health alone is answered; empty when that was not asked for."""
+        return self._health_address
 
     @property
     def traffic(self) -> Traffic:
@@ -111,8 +127,10 @@ class Server:
         server = self._build()
         try:
             self._addresses = self._bind(server)
+            await self._start_health()
             await server.start()
         except BaseException:
+            await self._stop_health()
             await server.stop(None)
             self._release()
             raise
@@ -150,6 +168,7 @@ class Server:
             await self._traffic.wait_empty(STOP_S)
             if self._at_rest is not None:
                 await self._at_rest()
+            await self._stop_health()
             self._server = None  # only now: when a second signal cuts the drain short, all of this is awaited again
             log.info("stopped")
         self._release()
@@ -169,7 +188,7 @@ class Server:
             deadline_s=options.deadline_s,
             copy_deadline_s=options.copy_deadline_s,
         )
-        guard = CallGuard(self._traffic, limits, self._checks, READERS)
+        guard = CallGuard(self._traffic, limits, self._checks, READERS, self.rpcs, self.admit)
         services: Any = guard  # the generated code wants a server, and uses of it what the guard has
         cache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self._client_for), services)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self._client_for, self._traffic), services)
@@ -181,13 +200,30 @@ class Server:
             server.add_generic_rpc_handlers(reflection_handlers((*SERVICES, HEALTH_SERVICE)))
         return server
 
+    async def _start_health(self) -> None:
+        if self._options.health_listen:
+            self._health_server = server = grpc.aio.server(options=channel_options(self._options))
+            server.add_generic_rpc_handlers((self._health.handlers(),))
+            self._health_address = bind_tcp(self._options.health_listen, True, server.add_insecure_port)
+            await server.start()
+
+    async def _stop_health(self) -> None:
+        """Last of all: probes are answered to the end."""
+        if self._health_server is not None:
+            await self._health_server.stop(None)
+            self._health_server = None
+
     def _bind(self, server: grpc.aio.Server) -> tuple[str, ...]:
         options = self._options
         addresses: list[str] = []
         if options.socket is not None:
             self._socket = SocketFile(options.socket, options.socket_mode, options.socket_group)
             addresses.append(self._socket.bind(server.add_insecure_port))
-        addresses += [bind_tcp(address, options.insecure, server.add_insecure_port) for address in options.listen]
+        bind = server.add_insecure_port
+        if options.tls is not None:
+            bind = partial(server.add_secure_port, server_credentials=read_certificates(options.tls).credentials())
+        allowed = options.insecure or options.tls is not None
+        addresses += [bind_tcp(address, allowed, bind) for address in options.listen]
         if not addresses:
             raise ListenError("no listener: give --socket or --listen")
         return tuple(addresses)

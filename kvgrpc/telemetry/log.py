@@ -2,7 +2,8 @@
 """Logs: one event a line, for people on a terminal and as JSON anywhere else.
 
 What never appears: token ids, salts and engine ids in clear (a fingerprint stands for them), and values of local
-variables in tracebacks. ``REQUEST_ID`` carries the id of the call that a coroutine works for into every line it logs.
+variables in tracebacks. ``REQUEST_ID`` carries the id of the call that a coroutine works for into every line it logs,
+``TRACE_ID`` that of its trace, if it is traced.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMS = ("auto", "console", "json")
 
 REQUEST_ID: ContextVar[str] = ContextVar("kvgrpc_request_id", default="")
+TRACE_ID: ContextVar[str] = ContextVar("kvgrpc_trace_id", default="")
 
 _SECRETS = ("engine_id", "cache_salt")
 
@@ -36,10 +38,10 @@ def fingerprint(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()[:16]
 
 
-def _add_request_id(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    request_id = REQUEST_ID.get()
-    if request_id:
-        event.setdefault("request_id", request_id)
+def _add_ids(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    for name, value in (("request_id", REQUEST_ID.get()), ("trace_id", TRACE_ID.get())):
+        if value:
+            event.setdefault(name, value)
     return event
 
 
@@ -66,7 +68,7 @@ def configure(level: str = "info", form: str = "auto", stream: TextIO | None = N
     shared: list[Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if console else "iso", utc=not console),
-        _add_request_id,
+        _add_ids,
         _hide_secrets,
     ]
     last: list[Processor]

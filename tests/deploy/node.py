@@ -40,10 +40,12 @@ COMMAND_S = 60
 
 
 class Node:
-    """One node: its folders, and the processes that run on it. ``pods`` by name, all of them ended at the end."""
+    """One node: its folders, and the processes that run on it. ``pods`` by name, all of them ended at the end.
+    ``secrets``: what is in each Secret, by name and key."""
 
     def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
         self.folder = folder
+        self.secrets: dict[str, dict[str, bytes]] = {}
         self.maps = {one["metadata"]["name"]: one["data"] for one in manifests if one["kind"] == "ConfigMap"}
         self._services = [one["metadata"]["name"] for one in manifests if one["kind"] == "Service"]
         for part in ("dev/shm", "empty", "files", "roots"):
@@ -127,6 +129,13 @@ class Pod:
             place = self.node.folder / "empty" / f"{self._name}-{volume['name']}"
             place.mkdir(exist_ok=True)
             place.chmod(0o777)
+        elif "secret" in volume:
+            place = self.node.folder / "files" / f"{self._name}-{volume['name']}"
+            place.mkdir(exist_ok=True)
+            data = self.node.secrets[volume["secret"]["secretName"]]
+            items = volume["secret"].get("items", [{"key": key, "path": key} for key in data])
+            for item in items:
+                (place / item["path"]).write_bytes(data[item["key"]])
         else:
             place = self.node.folder / "files" / volume["configMap"]["name"]
             place.mkdir(exist_ok=True)

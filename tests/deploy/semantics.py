@@ -151,7 +151,8 @@ def server_faults(container: dict[str, Any]) -> Iterator[str]:
     yield from (f"{flag} is given twice" for flag in repeated)
     variables = {f"KVGRPC_{name.upper()}" for name in Settings.model_fields}
     yield from (f"no setting reads {one['name']}" for one in container["env"] if one["name"] not in variables)
-    ports = {port["containerPort"] for port in container.get("ports", ())}
+    named = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+    ports = {port for port in (named.get("health", named.get("grpc")),) if port is not None}
     for name in PROBES:
         yield from probe_faults(name, container.get(name), ports)
     context = container["securityContext"]

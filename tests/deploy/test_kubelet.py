@@ -6,11 +6,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tests.deploy.chart import ROOT, Manifest, of_kind, patched_engine, render, values
 from tests.deploy.node import IS_ROOT, Node, Pod, Running, node
+from tests.security.guarded import Authority, new_token, write_access
 
 SMALL = {"l1_size": "64Mi"}
 ENGINE_USER, STRANGER = 4711, 4712
@@ -49,10 +51,13 @@ def said(pod: Pod) -> str:
 
 
 @contextmanager
-def daemon(**sets: object) -> Iterator[tuple[Node, list[Manifest], Running]]:
+def daemon(
+    secrets: dict[str, dict[str, bytes]] | None = None, **sets: object
+) -> Iterator[tuple[Node, list[Manifest], Running]]:
     """A node with the DaemonSet's pod started and ready."""
     manifests = render(*values(**{**SMALL, **sets}))
     with node(manifests) as here:
+        here.secrets = secrets or {}
         pod = Pod(here, "kvgrpc-x7k2p", of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"])
         pod.prepare()
         with pod.started(pod.container("kvgrpc")) as server:
@@ -128,3 +133,45 @@ def test_an_engine_cannot_replace_the_socket() -> None:
         (container,) = pod.spec["containers"]
         done = pod.run(container, ["rm", "/run/kvgrpc/kvgrpc.sock"])
     assert done.returncode != 0 and "Read-only file system" in done.stdout
+
+
+def in_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
+    """What an operator puts into the Secrets of examples/secure.yaml."""
+    authority = Authority(folder)
+    token_file, hashed = new_token(folder, "engine")
+    write_access(folder / "access.json", team={"tokens": [hashed], "salts": {"": None}})
+
+    def pair(*identities: str) -> dict[str, bytes]:
+        cert, key = authority.sign(identities[0], *identities)
+        files = {"tls.crt": cert, "tls.key": key, "ca.crt": authority.ca}
+        return {name: file.read_bytes() for name, file in files.items()}
+
+    return {
+        "kvgrpc-server": pair("kvgrpc.inference.svc"),
+        "kvgrpc-engine": pair("engine.example"),
+        "kvgrpc-access": {"access.json": (folder / "access.json").read_bytes()},
+        "kvgrpc-token": {"token": Path(token_file).read_bytes()},
+    }
+
+
+@pytest.mark.parametrize("discovery", ["service", "hostPort"])
+def test_tls_and_tenants_out_of_secrets(discovery: str, tmp_path: Path) -> None:
+    """With client certificates; the kubelet asks the health port; who has another token gets nothing."""
+    secrets, port, health_port = in_secrets(tmp_path), free_port(), free_port()
+    sets: dict[str, object] = {
+        "tcp_port": port,
+        "tls_healthPort": health_port,
+        "tls_secretName": "kvgrpc-server",
+        "tls_clientCertificates": "true",
+        "tls_clientSecretName": "kvgrpc-engine",
+        "access_secretName": "kvgrpc-access",
+        "access_tokenSecretName": "kvgrpc-token",
+        **({"tls_serverName": "kvgrpc.inference.svc"} if discovery == "hostPort" else {}),
+    }
+    with daemon(secrets, discovery=discovery, **sets) as (here, manifests, server):
+        assert server.passes("livenessProbe") and server.passes("readinessProbe")
+        answer = said(test_pod(here, manifests))
+        assert answer.startswith("0: ") and GOOD in answer, answer + server.log
+        here.secrets["kvgrpc-token"] = {"token": b"another"}
+        assert "UNAUTHENTICATED" in said(test_pod(here, manifests))
+        assert server.terminate()[0] == 0

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgrpc import api
+from kvgrpc.app import Shown
 from kvgrpc.client.aio import AioClient
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.invariants import check
@@ -45,6 +46,7 @@ from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.service.server import Server, ServerOptions
+from kvgrpc.telemetry.running import TelemetryOptions
 from kvgrpc.tiers.memory import MemoryTier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.gates import Gates
@@ -174,6 +176,7 @@ async def local_server(
     workers: int = 8,
     gates: Gates | None = None,
     allowed_uids: frozenset[int] = frozenset({os.geteuid()}),
+    telemetry: TelemetryOptions | None = None,
     **options: Any,
 ) -> AsyncIterator[LocalServer]:
     """A server on a Unix socket under ``tmp_path``, stopped at the end; then nothing may be left over."""
@@ -189,10 +192,13 @@ async def local_server(
         tiers={tier.name: tier} if tier else {},
         clock=clock,
     )
-    driver = Driver(book, limits, hands, ServerFacts("test", host_id()))
+    shown = Shown(telemetry or TelemetryOptions(), hands)
+    driver = shown.driver = Driver(book, limits, hands, ServerFacts("test", host_id()))
     socket = tmp_path / "kv.sock"
     listening = ServerOptions(socket=socket, **options)
-    server = Server(listening, driver.client, DriverAdmin(driver), busy_s=hands.affinity.longest_busy_s)
+    client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
+    server = Server(listening, client_for, DriverAdmin(driver), busy_s=hands.affinity.longest_busy_s)
+    await shown.start(server)
     await server.start()
     async with contextlib.AsyncExitStack() as stack:
         local = LocalServer(book, driver, gates, server, limits, tier, stack, server.addresses[0])
@@ -202,6 +208,8 @@ async def local_server(
             gates.release_all()
             await stack.aclose()
             await server.stop()
+            if shown.telemetry is not None:
+                await shown.telemetry.stop()
             await driver.close()
             check(book)
             arena.close()

@@ -115,8 +115,8 @@ async def test_who_calls_in_whose_name(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         engine = s.engine
         silent, wordy, stranger = (s.server.client(f"stranger-{at}") for at in range(3))
-        silent._metadata = ()  # type: ignore[assignment]
-        wordy._metadata = (("kvgrpc-client-id", "two words"),)
+        silent._named = ()  # type: ignore[assignment]
+        wordy._named = (("kvgrpc-client-id", "two words"),)
         own = (engine.worker, engine.scheduler)
         not_its_own: Error = ("NOT_FOUND", "ENGINE_UNKNOWN", "engine_id")
         malformed = bad("CLIENT_ID_MISSING", "kvgrpc-client-id")

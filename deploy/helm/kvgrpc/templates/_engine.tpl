@@ -20,6 +20,25 @@
 - name: KVGRPC_ADDRESS
   value: $(KVGRPC_NODE_IP):$(KVGRPC_NODE_PORT)
 {{- end -}}
+{{- $secrets := printf "%s/client" (include "kvgrpc.secrets" .) -}}
+{{- if .Values.tls.secretName }}
+- name: KVGRPC_CA_FILE
+  value: {{ $secrets }}-tls/ca.crt
+{{- with .Values.tls.serverName }}
+- name: KVGRPC_SERVER_NAME
+  value: {{ . }}
+{{- end }}
+{{- if .Values.tls.clientCertificates }}
+- name: KVGRPC_CERT_FILE
+  value: {{ $secrets }}-tls/tls.crt
+- name: KVGRPC_KEY_FILE
+  value: {{ $secrets }}-tls/tls.key
+{{- end }}
+{{- end }}
+{{- if .Values.access.tokenSecretName }}
+- name: KVGRPC_TOKEN_FILE
+  value: {{ $secrets }}-token/token
+{{- end }}
 {{- end -}}
 
 {{- define "kvgrpc.engine.volumeMounts" -}}
@@ -30,6 +49,17 @@
 {{ end -}}
 - name: kvgrpc-shm
   mountPath: /dev/shm
+{{- $secrets := printf "%s/client" (include "kvgrpc.secrets" .) -}}
+{{- if .Values.tls.secretName }}
+- name: kvgrpc-client-tls
+  mountPath: {{ $secrets }}-tls
+  readOnly: true
+{{- end }}
+{{- if .Values.access.tokenSecretName }}
+- name: kvgrpc-client-token
+  mountPath: {{ $secrets }}-token
+  readOnly: true
+{{- end }}
 {{- end -}}
 
 {{/* The folder is created where it is missing, so that an engine never waits for the cache. */}}
@@ -53,6 +83,26 @@
     path: {{ .Values.sharedMemoryHostPath }}
     type: Directory
 {{- end -}}
+{{- if .Values.tls.secretName }}
+- name: kvgrpc-client-tls
+  secret:
+    secretName: {{ .Values.tls.clientSecretName | default .Values.tls.secretName }}
+    items:
+      - {key: ca.crt, path: ca.crt}
+      {{- if .Values.tls.clientCertificates }}
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+      {{- end }}
+{{- end }}
+{{- with .Values.access.tokenSecretName }}
+- name: kvgrpc-client-token
+  secret:
+    secretName: {{ . }}
+    items: [{key: token, path: token}]
+{{- end }}
+{{- if and (eq .Values.mode "sidecar") .Values.access.secretName }}
+{{ include "kvgrpc.server.secretVolumes" . }}
+{{- end }}
 {{- end -}}
 
 {{/* What the pod as a whole needs: the server's group, and outside its own pod the server's host name. */}}

@@ -52,6 +52,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "kvgrpc.socketFolder" -}}/run/kvgrpc{{- end -}}
 {{- define "kvgrpc.socketPath" -}}{{ include "kvgrpc.socketFolder" . }}/kvgrpc.sock{{- end -}}
 
+{{/* Where Secrets are mounted. */}}
+{{- define "kvgrpc.secrets" -}}/run/secrets/kvgrpc{{- end -}}
+
 {{/* "4Gi" as a number of MiB */}}
 {{- define "kvgrpc.mebibytes" -}}
 {{- $units := dict "Mi" 1 "Gi" 1024 "Ti" 1048576 -}}

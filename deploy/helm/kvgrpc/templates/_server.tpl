@@ -22,7 +22,25 @@ args:
   {{- end }}
   {{- if include "kvgrpc.isTcp" . }}
   - --listen={{ .Values.tcp.host }}:{{ int .Values.tcp.port }}
+  {{- if .Values.tls.secretName }}
+  - --tls-cert={{ include "kvgrpc.secrets" . }}/tls/tls.crt
+  - --tls-key={{ include "kvgrpc.secrets" . }}/tls/tls.key
+  {{- if .Values.tls.clientCertificates }}
+  - --tls-client-ca={{ include "kvgrpc.secrets" . }}/tls/ca.crt
+  {{- end }}
+  - --health-listen={{ .Values.tcp.host }}:{{ int .Values.tls.healthPort }}
+  {{- else }}
   - --insecure
+  {{- end }}
+  {{- end }}
+  {{- if .Values.access.secretName }}
+  - --access={{ include "kvgrpc.secrets" . }}/access/access.json
+  {{- end }}
+  {{- if .Values.metrics.enabled }}
+  - --metrics-listen={{ .Values.tcp.host }}:{{ int .Values.metrics.port }}
+  {{- end }}
+  {{- with .Values.otlp.endpoint }}
+  - --otlp-endpoint={{ . }}
   {{- end }}
   - --drain-ms={{ mul .Values.drainSeconds 1000 }}
   {{- range $flag, $value := .Values.flags }}
@@ -39,6 +57,28 @@ args:
 env:
   - name: KVGRPC_SOCKET
     value: {{ include "kvgrpc.socketPath" . }}
+{{- $hostPort := and (eq .Values.mode "daemonset") (eq .Values.discovery "hostPort") }}
+{{- if or (include "kvgrpc.isTcp" .) .Values.metrics.enabled }}
+ports:
+  {{- if include "kvgrpc.isTcp" . }}
+  - name: grpc
+    containerPort: {{ int .Values.tcp.port }}
+    {{- if $hostPort }}
+    hostPort: {{ int .Values.tcp.port }}
+    {{- end }}
+    protocol: TCP
+  {{- if .Values.tls.secretName }}
+  - name: health
+    containerPort: {{ int .Values.tls.healthPort }}
+    protocol: TCP
+  {{- end }}
+  {{- end }}
+  {{- if .Values.metrics.enabled }}
+  - name: metrics
+    containerPort: {{ int .Values.metrics.port }}
+    protocol: TCP
+  {{- end }}
+{{- end }}
 resources:
   {{- include "kvgrpc.server.resources" . | nindent 2 }}
 securityContext:
@@ -52,6 +92,31 @@ volumeMounts:
   - name: kvgrpc-arena
     mountPath: /arena
   {{- end }}
+  {{- if .Values.tls.secretName }}
+  - name: kvgrpc-tls
+    mountPath: {{ include "kvgrpc.secrets" . }}/tls
+    readOnly: true
+  {{- end }}
+  {{- if .Values.access.secretName }}
+  - name: kvgrpc-access
+    mountPath: {{ include "kvgrpc.secrets" . }}/access
+    readOnly: true
+  {{- end }}
+{{- end -}}
+
+{{/* Volumes of Secrets that the server reads, again whenever they change. */}}
+{{- define "kvgrpc.server.secretVolumes" -}}
+{{- with .Values.tls.secretName -}}
+- name: kvgrpc-tls
+  secret:
+    secretName: {{ . }}
+{{ end -}}
+{{- with .Values.access.secretName -}}
+- name: kvgrpc-access
+  secret:
+    secretName: {{ . }}
+    items: [{key: access.json, path: access.json}]
+{{- end -}}
 {{- end -}}
 
 {{/* L1 counts as ordinary memory at the server's start even when it lies in huge pages, so the limit holds it. */}}
@@ -91,7 +156,7 @@ seccompProfile:
 {{- define "kvgrpc.probe" -}}
 {{- if include "kvgrpc.isTcp" .root -}}
 grpc:
-  port: {{ int .root.Values.tcp.port }}
+  port: {{ ternary .root.Values.tls.healthPort .root.Values.tcp.port (ne .root.Values.tls.secretName "") | int }}
   service: {{ .name }}
 {{- else -}}
 exec:

@@ -14,8 +14,27 @@
 {{- fail "networkPolicy.enabled: a sidecar has no port, and the pod is the engine's; set networkPolicy.enabled=false, or mode=daemonset" -}}
 {{- end -}}
 {{- end -}}
-{{- if and $tcp (not $v.tcp.insecure) -}}
-{{- fail (printf "discovery=%s serves without TLS, which does not exist yet: whoever reaches port %d can read KV data. Set tcp.insecure=true if the network is trusted, or discovery=socket" $v.discovery (int $v.tcp.port)) -}}
+{{- $tls := $v.tls.secretName -}}
+{{- if and $tcp (not $tls) (not $v.tcp.insecure) -}}
+{{- fail (printf "discovery=%s serves without TLS: whoever reaches port %d can read KV data. Set tls.secretName, or discovery=socket, or tcp.insecure=true if the network is trusted" $v.discovery (int $v.tcp.port)) -}}
+{{- end -}}
+{{- if and $tls (not $tcp) -}}
+{{- fail "tls.secretName: a socket has no TLS; set discovery=service or hostPort, or empty it" -}}
+{{- end -}}
+{{- if and $tls $v.tcp.insecure -}}
+{{- fail "tls.secretName and tcp.insecure contradict each other; set tcp.insecure=false, or empty tls.secretName" -}}
+{{- end -}}
+{{- if and (not $tls) (or $v.tls.clientCertificates $v.tls.clientSecretName $v.tls.serverName) -}}
+{{- fail "tls.clientCertificates, tls.clientSecretName and tls.serverName have no effect without tls.secretName; set it, or empty them" -}}
+{{- end -}}
+{{- if and $v.tls.clientCertificates (not $v.tls.clientSecretName) -}}
+{{- fail "tls.clientCertificates: engines would show the server's own certificate; set tls.clientSecretName" -}}
+{{- end -}}
+{{- if and $tls (or (eq (int $v.tls.healthPort) (int $v.tcp.port)) (and $v.metrics.enabled (eq (int $v.tls.healthPort) (int $v.metrics.port)))) -}}
+{{- fail (printf "tls.healthPort=%d is another port, too (tcp.port or metrics.port); change it" (int $v.tls.healthPort)) -}}
+{{- end -}}
+{{- if and $v.access.tokenSecretName (not $v.access.secretName) -}}
+{{- fail "access.tokenSecretName: nobody asks for a token without access.secretName; set it, or empty access.tokenSecretName" -}}
 {{- end -}}
 {{- if and (eq $v.discovery "service") (not (regexMatch "^[a-z]" (include "kvgrpc.fullname" .))) -}}
 {{- fail (printf "the name %s does not begin with a letter, which a Service's must; set fullnameOverride" (include "kvgrpc.fullname" .)) -}}
@@ -26,6 +45,29 @@
 {{- if and $v.networkPolicy.from (not (and $v.networkPolicy.enabled $tcp)) -}}
 {{- fail "networkPolicy.from has no effect: set networkPolicy.enabled=true and discovery=service or hostPort, or empty it" -}}
 {{- end -}}
+{{- $m := $v.metrics -}}
+{{- if and (or $m.podMonitor.enabled $m.rules.enabled $m.dashboard.enabled) (not $m.enabled) -}}
+{{- fail "metrics.podMonitor, metrics.rules and metrics.dashboard show what nobody measures; set metrics.enabled=true, or all of them false" -}}
+{{- end -}}
+{{- if and $m.podMonitor.enabled (eq $v.mode "sidecar") -}}
+{{- fail "metrics.podMonitor: a sidecar's pod has the engine's labels, which the chart does not know; set metrics.podMonitor.enabled=false and name the port metrics in a PodMonitor of the engine" -}}
+{{- end -}}
+{{- if and $m.enabled $tcp (eq (int $m.port) (int $v.tcp.port)) -}}
+{{- fail (printf "metrics.port=%d is tcp.port, too; change one of them" (int $m.port)) -}}
+{{- end -}}
+{{- $n := $v.networkPolicy -}}
+{{- if and $n.enabled $m.enabled (not $n.metricsFrom) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.metricsFrom lets no Prometheus in; list its peers in networkPolicy.metricsFrom, or set metrics.enabled=false" -}}
+{{- end -}}
+{{- if and $n.metricsFrom (not (and $n.enabled $m.enabled)) -}}
+{{- fail "networkPolicy.metricsFrom has no effect: set networkPolicy.enabled=true and metrics.enabled=true, or empty it" -}}
+{{- end -}}
+{{- if and $n.enabled $v.otlp.endpoint (not $n.to) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint; list the collector's peers (and the DNS server's) in networkPolicy.to" -}}
+{{- end -}}
+{{- if and $n.to (not (and $n.enabled $v.otlp.endpoint)) -}}
+{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, or empty it" -}}
+{{- end -}}
 {{- if $v.l1.hugePages -}}
 {{- if $v.arena.persist -}}
 {{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
@@ -34,8 +76,9 @@
 {{- fail (printf "l1.size=%s is no multiple of l1.hugePages=%s; change l1.size" $v.l1.size $v.l1.hugePages) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $v.terminationGracePeriodSeconds (le (int $v.terminationGracePeriodSeconds) (add 2 $v.drainSeconds | int)) -}}
-{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (3 seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds)) -}}
+{{- $end := ternary 5 3 (ne $v.otlp.endpoint "") -}}
+{{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) $end) -}}
 {{- end -}}
 {{- if and $v.engine.users (not (regexMatch "^0?[0-7]([67][0-7]|[0-7][67])$" $v.socket.mode)) -}}
 {{- fail (printf "engine.users names other users, but socket.mode=%s keeps them out; set socket.mode=0660" $v.socket.mode) -}}

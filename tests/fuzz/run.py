@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends spoiled messages to every RPC of a server, from a client that is attached and registered.
+
+A refusal is right, and so is an answer; a fault of the server, no answer in time, and wrong data are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from kvgrpc.api import ClearTarget, FreeRequest, Hello
+from kvgrpc.core.types import Role
+from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
+from kvgrpc.v1 import admin_pb2
+from kvgrpc.wire import admin, cache, engine
+from tests.e2e.harness import BLOCK, CHUNK, Engine, LocalServer, outcomes, tokens_of
+from tests.fuzz.messages import metadata, spoiled
+
+ANSWER_S = 5.0
+FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+ROUND = 10
+"""Messages an RPC, before the engine is made anew: some of them end it."""
+
+PROMPT, BLOCKS = tokens_of(1, 3 * CHUNK), tuple(range(3 * CHUNK // BLOCK))
+
+
+def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
+    """A right message for every method."""
+    call_id = chance.randrange(1, 2**63)
+    return {
+        f"/{CACHE_SERVICE}/Lookup": cache.encode_lookup_request(one.lookup_request(PROMPT)),
+        f"/{CACHE_SERVICE}/QueryPrefetchStatus": cache.encode_query_request(one.engine_id, job_id, 10),
+        f"/{CACHE_SERVICE}/Store": cache.encode_store_request(one.store_request(PROMPT, BLOCKS, call_id=call_id)),
+        f"/{CACHE_SERVICE}/Retrieve": cache.encode_retrieve_request(one.retrieve_request(job_id, BLOCKS)),
+        f"/{CACHE_SERVICE}/FreeLookupLocks": cache.encode_free_request(FreeRequest(one.engine_id, job_id, 1)),
+        f"/{CACHE_SERVICE}/EndRequest": cache.encode_end_request(one.engine_id, "r"),
+        f"/{CACHE_SERVICE}/Fence": cache.encode_fence_request(one.engine_id, [1, 2]),
+        f"/{ENGINE_SERVICE}/Handshake": engine.encode_handshake_request(Hello(identity=one.identity)),
+        f"/{ENGINE_SERVICE}/Attach": engine.encode_attach_request(one.engine_id, Role.WORKER, secrets.token_bytes(16)),
+        f"/{ENGINE_SERVICE}/RegisterKvCache": engine.encode_register_request(one.registration()),
+        f"/{ENGINE_SERVICE}/UnregisterKvCache": engine.encode_unregister_request(one.engine_id),
+        f"/{ADMIN_SERVICE}/GetStatus": admin_pb2.GetStatusRequest(),
+        f"/{ADMIN_SERVICE}/ListEngines": admin_pb2.ListEnginesRequest(),
+        f"/{ADMIN_SERVICE}/ListSpaces": admin_pb2.ListSpacesRequest(),
+        f"/{ADMIN_SERVICE}/Clear": admin.encode_clear_request(ClearTarget(cache_salt="none")),
+        f"/{ADMIN_SERVICE}/BumpGeneration": admin_pb2.BumpGenerationRequest(model="none"),
+        f"/{ADMIN_SERVICE}/Pin": admin.encode_pin_request(one.space, PROMPT, 1000),
+        f"/{ADMIN_SERVICE}/Unpin": admin_pb2.UnpinRequest(pin_id=b"0" * 16),
+        f"/{ADMIN_SERVICE}/DrainEngine": admin_pb2.DrainEngineRequest(engine="none", wait_ms=1),
+    }
+
+
+async def send(channel: Any, path: str, data: bytes, sent: Any) -> grpc.StatusCode:
+    """How the server ended the call. A call that it still answers after a while is cancelled."""
+    if path.endswith("/Attach"):
+        stream: Any = channel.unary_stream(path)(data, metadata=sent, timeout=ANSWER_S)
+        try:
+            await asyncio.wait_for(stream.read(), ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        stream.cancel()
+        return grpc.StatusCode.OK
+    try:
+        await channel.unary_unary(path)(data, metadata=sent, timeout=ANSWER_S)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def fuzz(server: LocalServer, seed: int, rounds: int, until_s: float = float("inf")) -> dict[str, int]:
+    """Messages by code. Raises AssertionError, with the seed, for what must not be."""
+    codes: dict[str, int] = {}
+    for number in range(rounds):
+        if time.monotonic() > until_s:
+            break
+        chance = Random(f"{seed}:{number}")
+        one = await server.engine()
+        await one.store(PROMPT, BLOCKS)
+        answer = await one.lookup(PROMPT)
+        right = requests(one, answer.job_id, chance)
+        assert set(right) == set(RULES)
+        for path, message in right.items():
+            for at in range(ROUND):
+                data = spoiled(message, chance)
+                sent = metadata(one.worker.client_id, chance)
+                where = f"seed {seed}, round {number}, {path}, message {at}: {data[:200]!r}, metadata {sent}"
+                channel = one.worker._stubs().channel
+                began = time.monotonic()
+                code = await send(channel, path, data, sent)
+                codes[code.name] = codes.get(code.name, 0) + 1
+                assert code not in FAULTS, f"{code.name} at {where}"
+                assert time.monotonic() - began < ANSWER_S + 2, f"no answer at {where}"
+        await one.stop()
+        await still_right(server)
+    return codes
+
+
+async def still_right(server: LocalServer) -> None:
+    """Another engine's work, as if nothing had been: its own bytes, and no others."""
+    other = await server.engine()
+    prompt = tokens_of(secrets.randbelow(1 << 30), 2 * CHUNK)
+    blocks = BLOCKS[: 2 * CHUNK // BLOCK]
+    assert outcomes(await other.store(prompt, blocks)) == ["STORED"] * 2
+    assert outcomes(await other.retrieve(await other.lookup(prompt), blocks)) == ["LOADED"] * 2
+    assert other.image.wrong_tokens(blocks) == []
+    await other.stop()
+
+
+def resident_bytes(process: int) -> int:
+    """Memory of a process that is not L1: its anonymous pages."""
+    line = next(one for one in Path(f"/proc/{process}/status").read_text().splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
