@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from kvgrpc.api import CudaIpcMemory, Layout, SharedMemory
-from kvgrpc.client import NotShareableError, device
+from kvgrpc.client import NotShareableError
 from kvgrpc.engines.vllm import memory
 from kvgrpc.engines.vllm.memory import Form, share
+from kvgrpc.transfer import device
 from kvgrpc.transfer.layout import check_layout
 
 BLOCKS, HEADS, STATES, CONTENT = 8, 2, 32, 16
@@ -146,7 +147,7 @@ class OnACard:
 def test_tensors_of_a_card_are_exported_as_they_lie(make, monkeypatch: pytest.MonkeyPatch):
     """The layouts of vLLM that such backends have: LBHNC, BLHNC and LBNHC."""
     begin = 0x7F0000000000
-    monkeypatch.setattr(device._native, "export_memory", lambda at: (b"h" * 64, "uuid", at - begin, 1 << 30))
+    monkeypatch.setattr(device, "export_memory", lambda at: (b"h" * 64, "uuid", at - begin, 1 << 30))
     tensors = {name: OnACard(begin, tensor) for name, tensor in make().items()}
     layout = share(tensors, ["a", "b"], FORM)  # pyright: ignore[reportArgumentType]
     check_layout(layout, 2 * STATES)
