@@ -180,11 +180,21 @@ class WorkerClient:
         return self._begin(request, timeout_s, ready)
 
     def retrieve(
-        self, job_id: bytes, range: TokenRange, blocks: Sequence[Sequence[int]], *, timeout_s: float | None = None
+        self,
+        job_id: bytes,
+        range: TokenRange,
+        blocks: Sequence[Sequence[int]],
+        *,
+        ready: Ready | None = None,
+        timeout_s: float | None = None,
     ) -> CopyFuture:
-        """Loads ``range`` of a looked-up prefix into ``blocks``; ``blocks[g][0]`` is the block of ``range.start``."""
+        """Loads ``range`` of a looked-up prefix into ``blocks``; ``blocks[g][0]`` is the block of ``range.start``.
+
+        ``ready``: as for ``store``, behind whatever still uses the blocks.
+        """
         call_id = next(self._call_ids)
-        return self._begin(api.RetrieveRequest(self.engine_id, call_id, job_id, range, tuple(blocks)), timeout_s)
+        request = api.RetrieveRequest(self.engine_id, call_id, job_id, range, tuple(blocks))
+        return self._begin(request, timeout_s, ready)
 
     def fence(self, call_ids: Sequence[int]) -> Future[None]:
         """Asks the server to stop these calls. The future is finished when the blocks of all of them are free."""

@@ -131,12 +131,17 @@ class FakeCopier:
         self.stores: list[tuple[Content, list[list[int]], TokenRange | None]] = []
         self.retrieves: list[tuple[bytes, TokenRange, list[list[int]]]] = []
         self.futures: list[Any] = []
+        self.ready: list[Any] = []
 
-    def store(self, content: Content, blocks: Any, *, range: TokenRange | None = None, **_: Any) -> Any:
+    def store(
+        self, content: Content, blocks: Any, *, range: TokenRange | None = None, ready: Any = None, **_: Any
+    ) -> Any:
+        self.ready.append(ready)
         self.stores.append((content, [list(ids) for ids in blocks], range))
         return self._future()
 
-    def retrieve(self, job_id: bytes, range: TokenRange, blocks: Any, **_: Any) -> Any:
+    def retrieve(self, job_id: bytes, range: TokenRange, blocks: Any, *, ready: Any = None, **_: Any) -> Any:
+        self.ready.append(ready)
         self.retrieves.append((job_id, range, [list(ids) for ids in blocks]))
         return self._future()
 

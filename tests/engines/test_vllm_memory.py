@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvgrpc.api import Layout, SharedMemory
+from kvgrpc.api import CudaIpcMemory, Layout, SharedMemory
+from kvgrpc.client import NotShareableError
 from kvgrpc.engines.vllm import memory
-from kvgrpc.engines.vllm.memory import Form, NotShareableError, share
+from kvgrpc.engines.vllm.memory import Form, share
+from kvgrpc.transfer import device
 from kvgrpc.transfer.layout import check_layout
 
 BLOCKS, HEADS, STATES, CONTENT = 8, 2, 32, 16
@@ -120,3 +122,37 @@ def test_cards_are_asked_to_put_a_blocks_layers_side_by_side():
     assert (memory.preferred_layout("cuda"), memory.preferred_layout("cpu")) == ("BLHNC", None)
     (runs,) = share(blocks_outermost(), ["a", "b"], FORM).groups[0].runs
     assert (runs.layer_stride_bytes, runs.block_stride_bytes) == (RUN, 2 * RUN)
+
+
+class OnACard:
+    """What is read of a tensor of a card."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, address: int, like: torch.Tensor) -> None:
+        self._address, self._like = address, like
+        self.shape = like.shape
+
+    def data_ptr(self) -> int:
+        return self._address + int(self._like.storage_offset()) * self._like.element_size()
+
+    def element_size(self) -> int:
+        return self._like.element_size()
+
+    def stride(self) -> tuple[int, ...]:
+        return self._like.stride()
+
+
+@pytest.mark.parametrize("make", [layers_outermost, blocks_outermost, tokens_outermost])
+def test_tensors_of_a_card_are_exported_as_they_lie(make, monkeypatch: pytest.MonkeyPatch):
+    """The layouts of vLLM that such backends have: LBHNC, BLHNC and LBNHC."""
+    begin = 0x7F0000000000
+    monkeypatch.setattr(device, "export_memory", lambda at: (b"h" * 64, "uuid", at - begin, 1 << 30))
+    tensors = {name: OnACard(begin, tensor) for name, tensor in make().items()}
+    layout = share(tensors, ["a", "b"], FORM)  # pyright: ignore[reportArgumentType]
+    check_layout(layout, 2 * STATES)
+    (piece,), (group,) = layout.memory, layout.groups
+    assert isinstance(piece, CudaIpcMemory)
+    assert piece.size_bytes == 2 * BLOCKS * RUN
+    (of_a_cpu,) = share(make(), ["a", "b"], FORM).groups
+    assert group == of_a_cpu

@@ -50,6 +50,7 @@ def facts(
         device_config=Config(device_type="cpu"),
         kv_transfer_config=Config(engine_id="e" * 32),
         speculative_config=changes.get("speculative"),
+        attention_config=Config(backend=changes.get("backend")),
         model_config=Config(
             model=changes.get("model", "org/model"),
             revision=changes.get("revision"),
@@ -81,6 +82,8 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"kinds": (spec(block_size=64),)},
         {"kinds": (spec(head_size=128),)},
         {"kinds": (spec(MLAAttentionSpec),)},
+        {"kinds": (spec(num_head_slots=1),)},
+        {"backend": "FLASHINFER"},
         {"hashes": "tokens"},
     ],
 )

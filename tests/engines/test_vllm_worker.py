@@ -136,3 +136,28 @@ def test_each_worker_loads_from_the_server_of_its_node():
     w = Worker(copier, BLOCK, writes=True, server=1)
     w.load([replace(LOAD, job_ids=(b"first", b"second"))])
     assert [job_id for job_id, _, _ in copier.retrieves] == [b"second"]
+
+
+class Event:
+    """Of a card."""
+
+    def synchronize(self) -> None: ...
+
+
+def test_copies_of_a_cards_blocks_wait_for_what_the_card_was_given_before():
+    """A load for who had the blocks before, a store for what computes them: not for what comes later."""
+    marks: list[Event] = []
+
+    def mark() -> Event:
+        marks.append(Event())
+        return marks[-1]
+
+    copier = FakeCopier()
+    w = Worker(copier, BLOCK, writes=True, mark=mark)
+    w.load([LOAD])
+    w.save([SAVE])
+    assert len(marks) == 2
+    w.begin(Step())
+    w.load([])
+    w.save([])
+    assert copier.ready == marks

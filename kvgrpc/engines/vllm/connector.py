@@ -32,6 +32,7 @@ from kvgrpc.client import (
     Client,
     Hello,
     LookupBounds,
+    NotShareableError,
     Refusal,
     RegisterRequest,
     SchedulerClient,
@@ -42,7 +43,7 @@ from kvgrpc.client import (
 )
 from kvgrpc.config.python import hash_seed
 from kvgrpc.engines.vllm.events import Announcer
-from kvgrpc.engines.vllm.memory import NotShareableError, preferred_layout, share
+from kvgrpc.engines.vllm.memory import preferred_layout, share
 from kvgrpc.engines.vllm.metadata import Report, Step
 from kvgrpc.engines.vllm.metrics import PromMetrics, Stats, as_vllm
 from kvgrpc.engines.vllm.options import parse_options
@@ -77,6 +78,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         self.report.add(other.report)
         return self
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()  # on the stream of the step, which runs the model
+    return event
 
 
 class PoolBlocks:
@@ -299,8 +306,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
         node = node_of(strategy, len(self._addresses))
         address = self._addresses[node.index]
         client = WorkerClient(address, request)
+        client.keep(tuple(kv_caches.values()))
+        mark = _mark if all(tensor.is_cuda for tensor in kv_caches.values()) else None
         self._worker = Worker(
-            client, facts.form.block_size, node.writes, self._options.copy_timeout_ms / 1000, node.index
+            client, facts.form.block_size, node.writes, self._options.copy_timeout_ms / 1000, node.index, mark
         )
         self._say_start(address, client.start(self._options.start_timeout_ms / 1000), client.problem)
 

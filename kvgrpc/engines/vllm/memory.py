@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU engine's KV memory, moved into POSIX shared memory and described as a layout.
+"""An engine's KV memory, described as a layout.
 
-torch moves a storage in place: every tensor on it follows. The object under /dev/shm has mode 0600 and belongs to the
-engine's user; torch's own janitor process unlinks it when the engine has ended, however it ended.
+Of a card it is exported as it lies. That of a CPU is moved into POSIX shared memory: torch moves a storage in
+place, and every tensor on it follows. The object under /dev/shm has mode 0600 and belongs to the engine's user; torch's
+own janitor process unlinks it when the engine has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ from typing import Any
 import torch
 
 from kvgrpc.api import BlockForm, KvGroup, Layout, Runs, SharedMemory
+from kvgrpc.client import KvForm, NotShareableError, kv_layout
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shm_open puts its objects, not a temporary file
 SPARE_BYTES = 16 << 20
 """Room under /dev/shm that is left to others."""
-
-
-class NotShareableError(Exception):
-    """Why this memory cannot be shared, in one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,17 @@ def preferred_layout(device: str) -> str | None:
 
 
 def share(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], form: Form) -> Layout:
-    """Moves the layers' tensors into shared memory. Raises NotShareableError; then they stay where they are, but for
-    those that were moved before."""
+    """Shares the layers' tensors; those of a CPU are moved into shared memory. Raises NotShareableError; then they stay
+    where they are, but for those that were moved before."""
     ordered = [tensors[layer] for layer in layers]
+    if {tensor.device.type for tensor in ordered} == {"cuda"}:
+        form_of_all = KvForm(form.block_size, form.num_blocks, backend=form.backend, layout=form.layout)
+        return kv_layout(ordered, form_of_all)
     for layer, tensor in zip(layers, ordered, strict=True):
         if tensor.device.type != "cpu":
-            raise NotShareableError(f"layer {layer} lies on {tensor.device}: this version shares only CPU memory")
+            raise NotShareableError(
+                f"layer {layer} lies on {tensor.device}: only memory of CUDA cards and of CPUs is shared"
+            )
         if tensor.dim() < 2 or tensor.shape[0] < form.num_blocks:
             shape = tuple(tensor.shape)
             raise NotShareableError(

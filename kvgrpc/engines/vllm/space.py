@@ -62,7 +62,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         int(spec.block_size),
         int(kv_config.num_blocks),
         backend=f"vllm-{version}-{device}-{'mla' if is_mla else 'attn'}",
-        layout=f"{kv_config.kv_cache_layout or 'unknown'}-{_layout_digest(spec, device)}",
+        layout=f"{kv_config.kv_cache_layout or 'unknown'}-{_layout_digest(config, spec, device)}",
     )
     strategy = _strategy(config, is_mla)
     identity = SpaceIdentity(
@@ -140,12 +140,13 @@ def _strategy(config: Any, is_mla: bool) -> ParallelStrategy:
         raise UnsupportedError(f"kvgrpc: {error}") from error
 
 
-def _layout_digest(spec: Any, device: str) -> str:
-    """Shape of a block, and how the CPU kernels order its bytes, which depends on the processor."""
+def _layout_digest(config: Any, spec: Any, device: str) -> str:
+    """Shape of a block, and how kernels order its bytes: on a CPU that depends on the processor, on a card on vLLM's
+    backend, which it chooses by the card's name unless it is told."""
     facts = [spec.block_size, getattr(spec, "num_kv_heads", 0), spec.head_size, getattr(spec, "head_size_v", None)]
     facts.append(spec.page_size_bytes)
-    if device == "cpu":
-        facts.append(_processor())
+    facts += [getattr(spec, "num_head_slots", None), getattr(spec, "state_content_bytes", None)]
+    facts += [str(config.attention_config.backend), _processor() if device == "cpu" else _card()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -157,6 +158,12 @@ def _processor() -> str:
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     avx512 = getattr(torch.cpu, "_is_avx512_supported", lambda: False)()
     return f"{platform.machine()}/{amx}/{avx512}"
+
+
+def _card() -> str:
+    from vllm.platforms import current_platform  # pyright: ignore
+
+    return str(current_platform.get_device_name())  # pyright: ignore
 
 
 def _revision(config: Any, namespace: str) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvgrpc.api import Content, Hashes, RegisterAnswer, Tokens
-from kvgrpc.client.copies import CopyFuture, Results
+from kvgrpc.client.copies import CopyFuture, Ready, Results
 from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, Policy, TokenRange
 from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
 from kvgrpc.engines.vllm.stats import Data, Tally
@@ -37,10 +37,17 @@ class Copier(Protocol):
         lora: str = "",
         cache_salt: str = "",
         policy: Policy = DEFAULT_POLICY,
+        ready: Ready | None = None,
         timeout_s: float | None = None,
     ) -> CopyFuture: ...
     def retrieve(
-        self, job_id: bytes, range: TokenRange, blocks: Sequence[Sequence[int]], *, timeout_s: float | None = None
+        self,
+        job_id: bytes,
+        range: TokenRange,
+        blocks: Sequence[Sequence[int]],
+        *,
+        ready: Ready | None = None,
+        timeout_s: float | None = None,
     ) -> CopyFuture: ...
     def close(self, timeout_s: float = 30.0) -> bool: ...
 
@@ -65,17 +72,26 @@ class Running(Generic[Order]):
 
 class Worker:
     """``client`` is None where the memory cannot be shared: then loads fail and saves end at once.
-    ``writes``: whether this worker stores; of several with the same bytes one does. ``server``: index of its own."""
+    ``writes``: whether this worker stores; of several with the same bytes one does. ``server``: index of its own.
+    ``mark``: an event of the card behind all that it was given so far; None: blocks are of main memory, and what a step
+    computes is there when the step's ``save`` is called."""
 
     def __init__(
-        self, client: Copier | None, block_size: int, writes: bool, copy_timeout_s: float = 30.0, server: int = 0
+        self,
+        client: Copier | None,
+        block_size: int,
+        writes: bool,
+        copy_timeout_s: float = 30.0,
+        server: int = 0,
+        mark: Callable[[], Ready] | None = None,
     ) -> None:
         self._client = client
         self._block_size = block_size
         self._writes = writes
         self._timeout_s = copy_timeout_s
         self._server = server
-        self._unsent: list[Save] = []
+        self._mark = mark
+        self._unsent: list[tuple[Save, Ready | None]] = []
         self._resets = 0
         self._loads: dict[str, Running[Load]] = {}
         self._saves: dict[int, Running[Save]] = {}
@@ -98,8 +114,9 @@ class Worker:
             self._drop_unsent()
         self.send()
 
-    def load(self, loads: Iterable[Load]) -> None:
-        """Starts loading."""
+    def load(self, loads: Sequence[Load]) -> None:
+        """Starts loading, behind what the card still does with the blocks for those who had them before."""
+        ready = self._mark() if self._mark is not None and loads else None
         for load in loads:
             job_id = load.job_ids[self._server] if self._server < len(load.job_ids) else b""
             if not load.blocks or not job_id or self._client is None:
@@ -108,12 +125,14 @@ class Worker:
                 continue
             range_ = TokenRange(load.start, load.end)
             registration = self._client.registration
-            future = self._client.retrieve(job_id, range_, [load.blocks], timeout_s=self._timeout_s)
+            future = self._client.retrieve(job_id, range_, [load.blocks], ready=ready, timeout_s=self._timeout_s)
             self._loads[load.request_id] = Running(load, future, registration)
 
-    def save(self, saves: Iterable[Save]) -> None:
-        """The blocks of these are written now; they are sent at the next ``begin`` or ``send``."""
-        self._unsent += saves
+    def save(self, saves: Sequence[Save]) -> None:
+        """The blocks of these are written now, or by what the card was given; they are sent at the next ``begin`` or
+        ``send``."""
+        ready = self._mark() if self._mark is not None and saves else None
+        self._unsent += [(save, ready) for save in saves]
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests that are over: what still loads for them is asked to stop."""
@@ -148,7 +167,7 @@ class Worker:
 
     def send(self) -> None:
         unsent, self._unsent = self._unsent, []
-        for save in unsent:
+        for save, ready in unsent:
             if self._client is None or not self._writes:
                 self._end(save, save.start if self._client is None else None)
                 continue
@@ -160,12 +179,13 @@ class Worker:
                 lora=save.lora,
                 cache_salt=save.cache_salt,
                 policy=save.policy,
+                ready=ready,
                 timeout_s=self._timeout_s,
             )
             self._saves[save.save_id] = Running(save, future, self._client.registration)
 
     def _drop_unsent(self) -> None:
-        for save in self._unsent:
+        for save, _ in self._unsent:
             self._end(save, save.start)
         self._unsent = []
 
