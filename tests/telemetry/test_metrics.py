@@ -85,6 +85,7 @@ async def every_call(server: Watched) -> None:
     await engine.store(prompt, blocks)
     held = await admin.pin(engine.space, prompt, 60_000)
     await admin.unpin(held.pin_id)
+    await admin.warm(engine.space, prompt, 1000)
     answer = await engine.lookup(prompt)
     await engine.scheduler.query(engine.engine_id, answer.job_id)
     await engine.retrieve(answer, blocks)
