@@ -163,7 +163,8 @@ int cuMemGetInfo_v2(std::size_t* unused, std::size_t* all) { return *unused = *a
 
 int cuMemAlloc_v2(Pointer* pointer, std::size_t size) {
     const std::string name = "kvgrpc-fake-" + std::to_string(getpid()) + "-" + std::to_string(serial++);
-    const int fd = open(path_of(name).c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+    // Not O_EXCL: whoever had this process id before and was killed has left its memory behind.
+    const int fd = open(path_of(name).c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) return 2;
     void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);

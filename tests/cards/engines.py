@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kvgrpc.api import CudaIpcMemory, Layout, RegisterRequest, SharedMemory, Tokens
@@ -260,3 +261,5 @@ def engine_process(kind: str) -> Iterator[EngineProcess]:
         process.join(5)
         process.kill()
         process.join()
+        for left in Path("/dev/shm").glob(f"kvgrpc-fake-{process.pid}-*"):  # of one that was killed
+            left.unlink()
