@@ -7,6 +7,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,15 @@ def test_no_path_of_one_machine(start: str):
         if absolute.search(line)
     ]
     assert found == []
+
+
+def test_the_environment_of_vllm_has_what_the_package_needs():
+    """It is installed without pip's resolver."""
+    needs = [need for need in requires("kvgrpc") or [] if "extra ==" not in need]
+    pinned = {normal(line) for line in (ROOT / "tests/vllm/constraints.txt").read_text().splitlines()}
+    assert needs
+    assert {normal(need) for need in needs} - pinned == set()
+
+
+def normal(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
