@@ -139,7 +139,8 @@ class Calls:
         call = self.slices.pop(slice_id)
         plan = call.plan
         assert plan is not None
-        assert call.client.in_flight.pop(0) is call, "slices of a client are reported in their order"
+        oldest = call.client.in_flight.pop(0)
+        assert oldest is call, "slices of a client are reported in their order"
         if slice_id == call.slice_id:
             call.slice_id = 0
         call.failed |= not plan.slice_done(now, report, discard=call.revoked or call.failed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -38,6 +38,8 @@ GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
 _STATE = pb.PrefetchStatus
+M = TypeVar("M", bound=Message)
+R = TypeVar("R", api.LookupRequest, api.StoreRequest)
 _NO_TOKENS = api.Tokens(b"")
 
 
@@ -52,6 +54,14 @@ def _write(encode: Callable[[Any], Message], request: api.LookupRequest | api.St
     message = encode(replace(request, content=_NO_TOKENS))
     message.ClearField("content")
     return join_token_ids(message.SerializeToString(), field, request.content.data)
+
+
+def _read(parse: Callable[[bytes], M], decode: Callable[[M], R], raw: bytes, field: int) -> R:
+    split = split_token_ids(raw, field)
+    if split is None:
+        return decode(parse(raw))
+    rest, ids = split
+    return replace(decode(parse(rest)), content=api.Tokens(ids))
 
 
 # ---- lookup ---------------------------------------------------------------------------------------------------------
@@ -93,11 +103,7 @@ def write_lookup_request(request: api.LookupRequest) -> bytes:
 
 def read_lookup_request(raw: bytes) -> api.LookupRequest:
     """Raises DecodeError for what is no such message, and refuses what ``decode_lookup_request`` refuses."""
-    split = split_token_ids(raw, pb.LookupRequest.CONTENT_FIELD_NUMBER)
-    if split is None:
-        return decode_lookup_request(pb.LookupRequest.FromString(raw))
-    rest, ids = split
-    return replace(decode_lookup_request(pb.LookupRequest.FromString(rest)), content=api.Tokens(ids))
+    return _read(pb.LookupRequest.FromString, decode_lookup_request, raw, pb.LookupRequest.CONTENT_FIELD_NUMBER)
 
 
 def encode_status(status: PrefetchStatus) -> pb.PrefetchStatus:
@@ -196,11 +202,7 @@ def write_store_request(request: api.StoreRequest) -> bytes:
 
 def read_store_request(raw: bytes) -> api.StoreRequest:
     """Raises DecodeError for what is no such message, and refuses what ``decode_store_request`` refuses."""
-    split = split_token_ids(raw, pb.StoreRequest.CONTENT_FIELD_NUMBER)
-    if split is None:
-        return decode_store_request(pb.StoreRequest.FromString(raw))
-    rest, ids = split
-    return replace(decode_store_request(pb.StoreRequest.FromString(rest)), content=api.Tokens(ids))
+    return _read(pb.StoreRequest.FromString, decode_store_request, raw, pb.StoreRequest.CONTENT_FIELD_NUMBER)
 
 
 def encode_retrieve_request(request: api.RetrieveRequest) -> pb.RetrieveRequest:
