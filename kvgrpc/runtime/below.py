@@ -114,7 +114,9 @@ class Below:
                 log.warning("not everything was written to lower tiers in time", seconds=most_s)
                 break
             writing = [task for task in self._tasks if not task.done()]
-            await asyncio.wait(writing, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if writing:
+                await asyncio.wait(writing, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # a write that has ended is reported behind whoever waits for it
 
     async def close(self) -> None:
         """Ends what runs, then the tiers."""

@@ -118,7 +118,11 @@ class DiskServer:
         return sorted(self.disk.glob("slot-*/??/*"), key=lambda path: path.stat().st_mtime_ns)
 
     def bytes_on_disk(self) -> int:
-        return sum(path.stat().st_blocks * 512 for path in self.disk.glob("slot-*/*/*"))
+        total = 0
+        for path in self.disk.glob("slot-*/*/*"):
+            with contextlib.suppress(FileNotFoundError):  # the server goes on meanwhile
+                total += path.stat().st_blocks * 512
+        return total
 
 
 @dataclass

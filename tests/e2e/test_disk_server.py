@@ -74,7 +74,7 @@ def test_damaged_files_are_misses_and_go(server: DiskServer) -> None:
     with engine(server.address) as one:
         for prompt in range(8):
             one.store(prompt)
-        server.wait_written(8 * CHUNKS)
+            server.wait_written((prompt + 1) * CHUNKS)  # so that files of one prompt follow those of another
         server.kill()
         files = server.files()
         by_prompt = [files[number * CHUNKS : (number + 1) * CHUNKS] for number in range(8)]
