@@ -181,7 +181,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"socket_hostPath": "/var/run"}, "socket.hostPath=/var/run is a folder of the system"),
     ({"arena_hostPath": "/dev/shm"}, "arena.hostPath=/dev/shm is a folder of the system"),
     ({"socket_hostPath": "/run/x/../../etc"}, "is a folder of the system"),
-    ({"socket_hostPath": "/dev/shm/kvgrpc-arena", "arena_persist": "true"}, "is the folder of arena.hostPath or disk.hostPath, too"),
+    ({"socket_hostPath": "/dev/shm/kvgrpc-arena", "arena_persist": "true"}, "arena.hostPath or disk.hostPath, too"),
 ]  # fmt: skip
 NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "deployment"}, "mode"),
