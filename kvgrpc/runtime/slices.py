@@ -28,11 +28,11 @@ class SliceRunner:
         self._launch = mover.launch if isinstance(mover, LaunchingMover) else mover.copy
         self._post = post
         self._stopped: dict[str, int] = {}
-        """The last slice of a client, where that has not begun or is under way; its first thread writes it."""
+        """The last slice of a client, while that is begun and if it stopped early then; its first thread writes it."""
         self._failed: dict[str, int] = {}
         """The last slice of a client, where that was launched in vain; its second thread writes it."""
         self._given: dict[str, int] = {}
-        """How many slices its second thread was given, by the first."""
+        """How many slices its second thread was given."""
         self._landed: dict[str, int] = {}
         """How many of them it has reported."""
 

@@ -177,3 +177,21 @@ def test_a_revoked_chunk_of_many_parts_settles_until_its_last_ordered_part_is_re
     desk.report()
     assert desk.states() == "64 free"
     assert e.ended() == "2 FAILED REVOKED"
+
+
+def test_a_retrieve_of_other_groups_goes_before_what_its_registration_has_revoked():
+    desk, e = held()
+    e.store("a", 8, block=500)
+    desk.run_copies()
+    job = e.lookup("a", 8)
+    e.store("b", 8)
+    storing = e.last_call.call_id
+    ahead(desk, e)
+    e.groups = 2
+    e.share()
+    e.retrieve(job, block=100)
+    desk.report()
+    ahead(desk, e)
+    desk.run_copies()
+    assert (e.ended(storing), e.ended()) == ("8 FAILED REVOKED", "8 LOADED")
+    assert len(desk.unmapped) == 1
