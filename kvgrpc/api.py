@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from kvgrpc.core.inspection import InspectedChunk, Keeper
 from kvgrpc.core.types import (
     DEFAULT_POLICY,
     ArenaStatus,
@@ -351,6 +352,48 @@ class ServerStatus:
     counters: dict[str, int] = field(default_factory=dict[str, int])
 
 
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is there of some chunks. ``tier_ranks`` has for each chunk how many KV ranks' objects which tier says it
+    has; tiers were asked about ``asked_objects`` from the first chunk on, and ``silent_tiers`` did not answer."""
+
+    chunks: tuple[InspectedChunk, ...]
+    keepers: tuple[Keeper, ...]
+    more_keepers: bool
+    tier_ranks: tuple[dict[str, int], ...]
+    asked_objects: int
+    silent_tiers: tuple[str, ...]
+
+
+class CallKind(Enum):
+    """What a recorded call was."""
+
+    LOOKUP = "lookup"
+    STORE = "store"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A lookup or store without its contents; fields as in the protocol. ``chunks`` are unsigned 64-bit numbers."""
+
+    kind: CallKind
+    at_ms: int
+    space: int
+    num_tokens: int
+    chunks: Sequence[int]
+    prefix_chunks: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCalls:
+    """Calls in order; ``dropped`` are missing before them."""
+
+    calls: tuple[TracedCall, ...]
+    dropped: int
+    chunk_tokens: int
+
+
 class AdminApi(Protocol):
     """The operator's view."""
 
@@ -367,6 +410,12 @@ class AdminApi(Protocol):
     async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held: ...
 
     async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
+
+    async def inspect(self, space: SpaceRef, content: Content) -> Inspection: ...
+
+    def record_trace(self) -> AsyncIterator[TracedCalls]:
+        """Begins with the first ``anext``; closing the iterator (``aclose``) ends it."""
+        ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
 

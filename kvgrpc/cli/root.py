@@ -12,6 +12,7 @@ from kvgrpc import __version__
 _COMMANDS = {
     "serve": "kvgrpc.cli.serve",
     "status": "kvgrpc.cli.status",
+    "inspect": "kvgrpc.cli.inspect",
     "healthcheck": "kvgrpc.cli.healthcheck",
     "token": "kvgrpc.cli.token",
     "demo": "kvgrpc.cli.demo.command",

@@ -47,6 +47,7 @@ from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.slices import SliceRunner
+from kvgrpc.runtime.trace import Recordings
 from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -98,6 +99,7 @@ class Driver:
         self.hands = hands
         self.facts = facts
         self.figures = LookupFigures()
+        self.recordings = Recordings(hands.clock, limits.chunk_tokens)
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
@@ -277,6 +279,7 @@ class Driver:
             case JobDone(job_id):
                 job = self.book.jobs.jobs.get(job_id)
                 self.figures.ended(job_id, job and job.status)
+                self.recordings.ended(job_id, job and job.status)
                 for job_waiter in self._jobs.pop(job_id, ()):
                     if not job_waiter.done():
                         job_waiter.set_result(None)
