@@ -36,4 +36,8 @@ def status(address: str | None, json_form: bool, **credentials: str | None) -> N
 
 async def take_snapshot(address: str, credentials: Credentials) -> Snapshot:
     async with AioClient(address, options=ChannelOptions(credentials=credentials)) as client:
-        return Snapshot(await client.get_status(), await client.list_engines(), await client.list_spaces())
+        return await snapshot_of(client)
+
+
+async def snapshot_of(client: AioClient) -> Snapshot:
+    return Snapshot(await client.get_status(), await client.list_engines(), await client.list_spaces())

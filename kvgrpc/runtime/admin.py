@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvgrpc import api
 from kvgrpc.core import inspection
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, Cleared, Held, SpaceRef, Warmed
+from kvgrpc.core.types import MS, Cleared, Direction, Held, SpaceRef, Warmed
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
@@ -47,7 +47,11 @@ class DriverAdmin:
             calls_in_flight=counts.calls_in_flight,
             tiers=tuple(tiers),
             executors=tuple(api.ExecutorStatus(*lane) for lane in driver.hands.affinity.lanes()),
-            counters=dict(driver.book.counters),
+            counters={
+                **driver.book.counters,
+                "stored_bytes": driver.copied_bytes[Direction.STORE],
+                "loaded_bytes": driver.copied_bytes[Direction.RETRIEVE],
+            },
         )
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:

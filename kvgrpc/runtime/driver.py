@@ -30,6 +30,7 @@ from kvgrpc.core.types import (
     ChunkKeys,
     ChunkResult,
     CoreLimits,
+    Direction,
     EngineDraining,
     JobDone,
     ProbeTiers,
@@ -100,6 +101,8 @@ class Driver:
         self.facts = facts
         self.figures = LookupFigures()
         self.recordings = Recordings(hands.clock, limits.chunk_tokens)
+        self.copied_bytes = dict.fromkeys(Direction, 0)
+        """Of slices that have ended; a part of an object counts as far as the slice covers it."""
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
@@ -307,6 +310,9 @@ class Driver:
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
 
     def _slice_ended(self, work: RunSlice, report: SliceReport) -> None:
+        self.copied_bytes[work.direction] += sum(
+            [span[1] - span[0] for _, _, span, *_ in work.pieces[: report.completed]]
+        )
         self.book.slice_done(self.now(), work.slice_id, report)
         self._copying.add(work.client_id)
         if self._closing is None:  # else the threads that would go on are ending
