@@ -37,6 +37,9 @@ from kvgrpc.core.types import (
     Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.traces import CallKind as CallKind  # part of TracedCall
+from kvgrpc.traces import TracedCall as TracedCall  # part of TracedCalls
+from kvgrpc.traces import TracedCalls
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -363,35 +366,6 @@ class Inspection:
     tier_ranks: tuple[dict[str, int], ...]
     asked_objects: int
     silent_tiers: tuple[str, ...]
-
-
-class CallKind(Enum):
-    """What a recorded call was."""
-
-    LOOKUP = "lookup"
-    STORE = "store"
-
-
-@dataclass(frozen=True, slots=True)
-class TracedCall:
-    """A lookup or store without its contents; fields as in the protocol. ``chunks`` are unsigned 64-bit numbers."""
-
-    kind: CallKind
-    at_ms: int
-    space: int
-    num_tokens: int
-    chunks: Sequence[int]
-    prefix_chunks: int
-    chunk_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TracedCalls:
-    """Calls in order; ``dropped`` are missing before them."""
-
-    calls: tuple[TracedCall, ...]
-    dropped: int
-    chunk_tokens: int
 
 
 class AdminApi(Protocol):

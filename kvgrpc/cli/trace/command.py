@@ -8,7 +8,7 @@ import json
 import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 from rich.console import Console
@@ -30,7 +30,7 @@ from kvgrpc.config.values import format_size, parse_size
 def size_of(text: str) -> int:
     """Of ``4GiB``."""
     try:
-        size = parse_size(text)
+        size = cast("int", parse_size(text))
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
     if size <= 0:
