@@ -63,8 +63,9 @@ lint: $(STAMP) proto-check ## style, types, import floors, proto
 sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 	$(PY) -m tests.sim --seeds $(SEEDS)
 
-soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
+soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills, then as long of 200 idle ones beside 8; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
+	$(PY) -m tests.soak.idle --seconds $(SECONDS)
 
 fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -10,8 +10,6 @@ comparison; ``bound`` knows the future.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -19,9 +17,8 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Protocol
 
-from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.index import Chunk
-from kvgrpc.core.types import CoreLimits, Priority, SpaceIdentity, SpaceRef
+from kvgrpc.cli.trace.file import read_trace
+from kvgrpc.cli.trace.replay import CoreOrder
 
 TRACE = Path(__file__).parent / "data" / "conversation_trace.jsonl.gz"
 SIZES = (1_000, 3_000, 10_000, 30_000)
@@ -75,31 +72,16 @@ class Lru:
 
 
 class Core:
-    """The server's own order."""
+    """The server's own order; every block has one byte."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        book = Bookkeeper(CoreLimits(), 1 << 20)
-        base = book.space_base(0, SpaceIdentity("trace", "", "uint8", 1, "engine", "opaque"))
-        self._table = book.index.space(SpaceRef(base)).table
-        self._eviction = book.index.eviction
-        self._chunks: dict[int, Chunk] = {}
-        self._blocks: dict[Chunk, int] = {}
+        self._order = CoreOrder(size)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._chunks
+        return block in self._order
 
     def use(self, blocks: Sequence[int], found: int) -> None:
-        for block in blocks:
-            if block not in self._chunks:
-                chunk = Chunk(b"", self._table, self._table.space.account, Priority.NORMAL, {})
-                self._chunks[block], self._blocks[chunk] = chunk, block
-        self._eviction.use([self._chunks[block] for block in blocks], Priority.NORMAL)
-        victims = self._eviction.take_victims()
-        while len(self._chunks) > self._size:
-            chunk = next(victims)
-            self._eviction.drop((chunk,))
-            del self._chunks[self._blocks.pop(chunk)]
+        self._order.use(blocks, 1)
 
 
 class Arc:
@@ -235,8 +217,7 @@ POLICIES: dict[str, Callable[[int], Policy]] = {"fifo": Fifo, "lru": Lru, "core"
 
 def load(path: Path) -> list[list[int]]:
     """The blocks of each request, in the order of arrival."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line in lines]
+    return [list(call.chunks) for call in read_trace(path)]
 
 
 def hit_rate(policy: Policy, requests: Requests) -> float:

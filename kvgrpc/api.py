@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from kvgrpc.core.inspection import InspectedChunk, Keeper
 from kvgrpc.core.types import (
     DEFAULT_POLICY,
     ArenaStatus,
@@ -36,6 +37,9 @@ from kvgrpc.core.types import (
     Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.traces import CallKind as CallKind  # part of TracedCall
+from kvgrpc.traces import TracedCall as TracedCall  # part of TracedCalls
+from kvgrpc.traces import TracedCalls
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -351,6 +355,19 @@ class ServerStatus:
     counters: dict[str, int] = field(default_factory=dict[str, int])
 
 
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is there of some chunks. ``tier_ranks`` has for each chunk how many KV ranks' objects which tier says it
+    has; tiers were asked about ``asked_objects`` from the first chunk on, and ``silent_tiers`` did not answer."""
+
+    chunks: tuple[InspectedChunk, ...]
+    keepers: tuple[Keeper, ...]
+    more_keepers: bool
+    tier_ranks: tuple[dict[str, int], ...]
+    asked_objects: int
+    silent_tiers: tuple[str, ...]
+
+
 class AdminApi(Protocol):
     """The operator's view."""
 
@@ -367,6 +384,12 @@ class AdminApi(Protocol):
     async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held: ...
 
     async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
+
+    async def inspect(self, space: SpaceRef, content: Content) -> Inspection: ...
+
+    def record_trace(self) -> AsyncIterator[TracedCalls]:
+        """Begins with the first ``anext``; closing the iterator (``aclose``) ends it."""
+        ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
 

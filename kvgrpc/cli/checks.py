@@ -19,6 +19,7 @@ from kvgrpc.core.types import Direction
 from kvgrpc.transfer import device
 from kvgrpc.transfer.cards import nvidia_devices
 from kvgrpc.transfer.kernels import load_kernel
+from kvgrpc.transfer.placement import SYSFS, cpus_of_node, node_of_card
 from kvgrpc.transfer.room import available_memory, free_huge_pages
 
 SHM = "/dev/shm"  # noqa: S108 - where shm_open puts its objects, not a temporary file
@@ -98,31 +99,24 @@ def card_findings() -> Iterator[Finding]:
         yield _warn("cards", "the driver shows none to this process (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)")
     for ordinal, uuid, name, bus_id in cards:
         yield _ok(f"card {ordinal}", f"{name}, {uuid}")
-        yield _numa(ordinal, bus_id)
+        yield numa_finding(ordinal, bus_id)
         try:
             yield from _one_card(ordinal)
         except (BenchError, RuntimeError) as error:
             yield _fail(f"card {ordinal}", str(error))
 
 
-def _numa(ordinal: int, bus_id: str) -> Finding:
-    what = f"card {ordinal} NUMA"
-    node = Path(f"/sys/bus/pci/devices/{bus_id.lower()}/numa_node")
-    number = node.read_text().strip() if node.exists() else "-1"
-    if number == "-1":
+def numa_finding(ordinal: int, bus_id: str, sysfs: Path = SYSFS) -> Finding:
+    """Whether the server's cores are at the card's node."""
+    what, node = f"card {ordinal} NUMA", node_of_card(bus_id, sysfs)
+    if node is None:
         return _ok(what, "the system names no node for it")
-    cpus = Path(f"/sys/devices/system/node/node{number}/cpulist")
-    near = _cpus(cpus.read_text()) if cpus.exists() else set[int]()
+    near = cpus_of_node(node, sysfs)
     if near and not near & os.sched_getaffinity(0):
         return _warn(
-            what, f"node {number}, and no core of it is ours: start the server with numactl --cpunodebind={number}"
+            what, f"node {node}, and no core of it is ours: start the server with numactl --cpunodebind={node}"
         )
-    return _ok(what, f"node {number}")
-
-
-def _cpus(text: str) -> set[int]:
-    parts = [part.partition("-") for part in text.strip().split(",") if part]
-    return {cpu for low, _, high in parts for cpu in range(int(low), int(high or low) + 1)}
+    return _ok(what, f"node {node}")
 
 
 def _one_card(ordinal: int) -> Iterator[Finding]:

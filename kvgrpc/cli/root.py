@@ -12,6 +12,9 @@ from kvgrpc import __version__
 _COMMANDS = {
     "serve": "kvgrpc.cli.serve",
     "status": "kvgrpc.cli.status",
+    "top": "kvgrpc.cli.top",
+    "inspect": "kvgrpc.cli.inspect",
+    "trace": "kvgrpc.cli.trace.command",
     "healthcheck": "kvgrpc.cli.healthcheck",
     "token": "kvgrpc.cli.token",
     "demo": "kvgrpc.cli.demo.command",

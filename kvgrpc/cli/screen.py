@@ -30,7 +30,7 @@ class Snapshot:
 
 def as_json(snapshot: Snapshot) -> str:
     """The snapshot with the protocol's field names; bytes are hexadecimal."""
-    return json.dumps(dataclasses.asdict(snapshot), default=_plain, indent=2, sort_keys=True)
+    return json.dumps(dataclasses.asdict(snapshot), default=plain_value, indent=2, sort_keys=True)
 
 
 def as_screen(snapshot: Snapshot) -> RenderableType:
@@ -41,7 +41,7 @@ def as_screen(snapshot: Snapshot) -> RenderableType:
     return Group(*parts)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, enum.Enum):

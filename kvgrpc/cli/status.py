@@ -9,13 +9,11 @@ import click
 from rich.console import Console
 
 from kvgrpc.cli.connection import connection_options, credentials_of
+from kvgrpc.cli.reached import target_of, told
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
-from kvgrpc.client.default import default_address
-from kvgrpc.config.places import UntrustedSocketError
-from kvgrpc.core.errors import Reason, Refusal
 
 WIDTH_LEAST = 170
 """In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
@@ -26,17 +24,9 @@ WIDTH_LEAST = 170
 @click.option("--json", "json_form", is_flag=True, help="print JSON for programs instead of a screen")
 def status(address: str | None, json_form: bool, **credentials: str | None) -> None:
     """Show what a server holds and who uses it."""
-    target = address or ""
-    try:
-        target = target or default_address()
+    target = target_of(address)
+    with told(target):
         snapshot = asyncio.run(take_snapshot(target, credentials_of(credentials)))
-    except (UntrustedSocketError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    except Refusal as refusal:
-        if refusal.reason is not Reason.SERVER_UNREACHABLE:
-            raise click.ClickException(f"the server at {target} did not answer: {refusal.message}") from None
-        text = f"no server answers at {target}; is one running (kvgrpc serve), and there?\n  {refusal.message}"
-        raise click.ClickException(text) from None
     if json_form:
         click.echo(as_json(snapshot))
     else:
@@ -46,4 +36,8 @@ def status(address: str | None, json_form: bool, **credentials: str | None) -> N
 
 async def take_snapshot(address: str, credentials: Credentials) -> Snapshot:
     async with AioClient(address, options=ChannelOptions(credentials=credentials)) as client:
-        return Snapshot(await client.get_status(), await client.list_engines(), await client.list_spaces())
+        return await snapshot_of(client)
+
+
+async def snapshot_of(client: AioClient) -> Snapshot:
+    return Snapshot(await client.get_status(), await client.list_engines(), await client.list_spaces())

@@ -236,6 +236,20 @@ class AioClient:
         stub, message = self._stubs().admin.Warm, admin.encode_warm_request(space, content, wait_ms)
         return await self._call(stub, message, admin.decode_warm_response, self.options.call_s + wait_ms / 1000)
 
+    async def inspect(self, space: SpaceRef, content: api.Content) -> api.Inspection:
+        stub, message = self._stubs().admin.Inspect, admin.encode_inspect_request(space, content)
+        return await self._call(stub, message, admin.decode_inspect_response, self.options.copy_s)
+
+    async def record_trace(self) -> AsyncGenerator[api.TracedCalls, None]:
+        stream: Any = self._stubs().admin.RecordTrace(admin_pb2.RecordTraceRequest(), metadata=self._metadata)
+        try:
+            async for message in stream:
+                yield admin.decode_traced_calls(message)
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        finally:
+            stream.cancel()
+
     async def unpin(self, pin_id: bytes) -> int:
         stub = self._stubs().admin.Unpin
         return await self._call(stub, admin_pb2.UnpinRequest(pin_id=pin_id), _released_chunks)

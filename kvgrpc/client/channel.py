@@ -17,7 +17,7 @@ MIB = 1 << 20
 _RETRIED = {
     "kvgrpc.v1.EngineService": ("Handshake",),
     "kvgrpc.v1.KvCacheService": ("Lookup", "QueryPrefetchStatus", "FreeLookupLocks", "EndRequest", "Fence"),
-    "kvgrpc.v1.AdminService": ("GetStatus", "ListEngines", "ListSpaces"),
+    "kvgrpc.v1.AdminService": ("GetStatus", "ListEngines", "ListSpaces", "Inspect"),
 }
 """Calls whose repetition changes nothing. Store and Retrieve are not among them: after a lost connection their blocks
 need a decision that only the caller can take. Clear and its like answer counts that a repetition would falsify."""

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import TypeVar
 
 from kvgrpc import api
 from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef, Warmed
+
+T = TypeVar("T")
 
 
 class Client:
@@ -52,7 +55,9 @@ class Client:
     def attach(self, engine_id: str, role: Role, session_id: bytes) -> Generator[api.AttachEvent, None, None]:
         """Opens the session with the first ``next``; closing the iterator breaks the stream. ``next`` waits for
         events."""
-        stream = self._aio.attach(engine_id, role, session_id)
+        yield from self._each(self._aio.attach(engine_id, role, session_id))
+
+    def _each(self, stream: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:
             while (event := self._loop.run(_next(stream))) is not None:
                 yield event
@@ -116,6 +121,13 @@ class Client:
     def warm(self, space: SpaceRef, content: api.Content, wait_ms: int) -> Warmed:
         return self._loop.run(self._aio.warm(space, content, wait_ms))
 
+    def inspect(self, space: SpaceRef, content: api.Content) -> api.Inspection:
+        return self._loop.run(self._aio.inspect(space, content))
+
+    def record_trace(self) -> Generator[api.TracedCalls, None, None]:
+        """``next`` waits for calls; closing the iterator ends the recording."""
+        yield from self._each(self._aio.record_trace())
+
     def unpin(self, pin_id: bytes) -> int:
         return self._loop.run(self._aio.unpin(pin_id))
 
@@ -123,7 +135,7 @@ class Client:
         return self._loop.run(self._aio.drain_engine(engine, wait_ms))
 
 
-async def _next(stream: AsyncGenerator[api.AttachEvent, None]) -> api.AttachEvent | None:
+async def _next(stream: AsyncGenerator[T, None]) -> T | None:
     async for event in stream:
         return event
     return None

@@ -97,6 +97,10 @@ class Holds:
             self._unhold(chunk)
         return len(chunks)
 
+    def end_of(self, pin_id: bytes) -> int:
+        """When an operator's pin ends."""
+        return next(until_ns for until_ns, known in self._pin_ends if known == pin_id)
+
     def next_end(self) -> int | None:
         """No hold ends before this."""
         return min([ends[0][0] for ends in (self._ends, self._pin_ends) if ends], default=None)

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from kvgrpc import api
+from kvgrpc.core import inspection
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, Cleared, Held, SpaceRef, Warmed
+from kvgrpc.core.types import MS, Cleared, Direction, Held, SpaceRef, Warmed
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
 TIER_ANSWER_S = 1.0
 """What a tier gets to say how much it holds."""
+TIER_INSPECT_S = 3.0
+"""What a tier gets to say what it has of the chunks that an operator asks for."""
 
 
 class DriverAdmin:
@@ -43,7 +47,11 @@ class DriverAdmin:
             calls_in_flight=counts.calls_in_flight,
             tiers=tuple(tiers),
             executors=tuple(api.ExecutorStatus(*lane) for lane in driver.hands.affinity.lanes()),
-            counters=dict(driver.book.counters),
+            counters={
+                **driver.book.counters,
+                "stored_bytes": driver.copied_bytes[Direction.STORE],
+                "loaded_bytes": driver.copied_bytes[Direction.RETRIEVE],
+            },
         )
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
@@ -113,6 +121,35 @@ class DriverAdmin:
                 warmed = lookups.warmed(job_id)
                 driver.pump()
         return warmed
+
+    async def inspect(self, space: SpaceRef, content: api.Content) -> api.Inspection:
+        driver = self._driver
+        if isinstance(content, api.Hashes):
+            most = driver.limits.keys_per_call
+            if len(content.hashes) > most:
+                text = f"content has {len(content.hashes)} chunks; a call may name {most}"
+                raise Refusal(Reason.INVALID_FIELD, text, field="content")
+            keys: Sequence[bytes] = content.hashes
+        else:
+            keys = (await driver.chunk_keys(space, content)).keys
+        found = inspection.inspect(driver.book, driver.now(), space, keys)
+        names = [name.name for _, name in found.objects]
+        ranks: list[dict[str, int]] = [{} for _ in keys]
+        silent: list[str] = []
+        for tier_name, tier in driver.hands.tiers.items():
+            try:
+                present = await asyncio.wait_for(tier.exists(names), TIER_INSPECT_S)
+            except (TierFault, asyncio.TimeoutError):
+                silent.append(tier_name)
+                continue
+            for (at, _), is_there in zip(found.objects, present, strict=True):
+                if is_there:
+                    ranks[at][tier_name] = ranks[at].get(tier_name, 0) + 1
+        asked = len(names) if driver.hands.tiers else 0
+        return api.Inspection(found.chunks, found.keepers, found.more_keepers, tuple(ranks), asked, tuple(silent))
+
+    def record_trace(self) -> AsyncIterator[api.TracedCalls]:
+        return self._driver.recordings.record()
 
     async def unpin(self, pin_id: bytes) -> int:
         released = self._driver.book.unpin(self._driver.now(), pin_id)

@@ -30,6 +30,7 @@ from kvgrpc.core.types import (
     ChunkKeys,
     ChunkResult,
     CoreLimits,
+    Direction,
     EngineDraining,
     JobDone,
     ProbeTiers,
@@ -47,6 +48,7 @@ from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.slices import SliceRunner
+from kvgrpc.runtime.trace import Recordings
 from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -98,6 +100,9 @@ class Driver:
         self.hands = hands
         self.facts = facts
         self.figures = LookupFigures()
+        self.recordings = Recordings(hands.clock, limits.chunk_tokens)
+        self.copied_bytes = dict.fromkeys(Direction, 0)
+        """Of slices that have ended; a part of an object counts as far as the slice covers it."""
         self.started_ns = hands.clock()
         self.block_sizes: dict[str, int] = {}
         """Range alignment of each registered client, in tokens."""
@@ -277,6 +282,7 @@ class Driver:
             case JobDone(job_id):
                 job = self.book.jobs.jobs.get(job_id)
                 self.figures.ended(job_id, job and job.status)
+                self.recordings.ended(job_id, job and job.status)
                 for job_waiter in self._jobs.pop(job_id, ()):
                     if not job_waiter.done():
                         job_waiter.set_result(None)
@@ -304,6 +310,9 @@ class Driver:
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
 
     def _slice_ended(self, work: RunSlice, report: SliceReport) -> None:
+        self.copied_bytes[work.direction] += sum(
+            [span[1] - span[0] for _, _, span, *_ in work.pieces[: report.completed]]
+        )
         self.book.slice_done(self.now(), work.slice_id, report)
         self._copying.add(work.client_id)
         if self._closing is None:  # else the threads that would go on are ending

@@ -26,6 +26,7 @@ from kvgrpc.core.types import (
     TokenRange,
 )
 from kvgrpc.runtime.driver import Driver
+from kvgrpc.runtime.trace import Asked
 from kvgrpc.transfer.layout import check_layout, stored_form
 
 P = ParamSpec("P")
@@ -200,8 +201,21 @@ class DriverSession:
             sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
             chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
             driver.figures.asked(answer, len(content.keys), chunk_bytes)
+            if driver.recordings.wanted:
+                self._record_lookup(request, content, answer, chunk_bytes)
         driver.pump()
         return answer
+
+    def _record_lookup(
+        self, request: api.LookupRequest, content: ChunkKeys, answer: LookupAnswer, chunk_bytes: int
+    ) -> None:
+        driver, status = self._driver, answer.status
+        hits = status.hit_tokens // driver.limits.chunk_tokens
+        asked = Asked(api.CallKind.LOOKUP, request.space, content.num_tokens, content.keys, hits, chunk_bytes)
+        if status.done:
+            driver.recordings.asked(asked)
+        else:
+            driver.recordings.pending(answer.job_id, asked)
 
     async def query(self, engine_id: str, job_id: bytes, wait_ms: int = 0) -> PrefetchStatus:
         driver = self._driver
@@ -248,8 +262,18 @@ class DriverSession:
             cleared=driver.forgets != forgets,
         )
         results, call_id = driver.book.store(driver.now(), self._client_id, command), request.call_id
+        if driver.recordings.wanted and not command.cleared and not content.first_chunk:
+            self._record_store(command)
         del request, content, command  # the bookkeeper has kept what it needs
         return await self._results(call_id, results)
+
+    def _record_store(self, command: StoreCommand) -> None:
+        driver, content, chunk_tokens = self._driver, command.content, self._driver.limits.chunk_tokens
+        keys = content.keys[: command.range.end // chunk_tokens]
+        first = min(-(-command.range.start // chunk_tokens), len(keys))
+        chunk_bytes = sum(driver.book.index.facts(command.space.space_base).object_bytes.values())
+        facts = (command.space, content.num_tokens, keys, first, chunk_bytes)
+        driver.recordings.asked(Asked(api.CallKind.STORE, *facts))
 
     async def retrieve(self, request: api.RetrieveRequest) -> tuple[ChunkResult, ...]:
         results = self._driver.book.retrieve(self._driver.now(), self._client_id, request)

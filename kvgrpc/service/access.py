@@ -20,7 +20,7 @@ from kvgrpc.config.values import parse_size
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
 
 HASH_PREFIX = "sha256:"
-_READS = ("GetStatus", "ListEngines", "ListSpaces")
+_READS = ("GetStatus", "ListEngines", "ListSpaces", "Inspect")
 
 ROLES: dict[str, frozenset[str]] = {
     "engine": frozenset(path for path in RULES if path.startswith((f"/{CACHE_SERVICE}/", f"/{ENGINE_SERVICE}/"))),

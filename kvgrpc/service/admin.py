@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import AsyncGenerator
 
 from kvgrpc.api import AdminApi
-from kvgrpc.service.traffic import Traffic
+from kvgrpc.service.traffic import Traffic, until_closed
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc
 from kvgrpc.wire import admin as wire
 
@@ -45,6 +46,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Warm(self, request: admin_pb2.WarmRequest, context: object) -> admin_pb2.WarmResponse:
         return wire.encode_warm_response(await self._admin.warm(*wire.decode_warm_request(request)))
+
+    async def Inspect(self, request: admin_pb2.InspectRequest, context: object) -> admin_pb2.InspectResponse:
+        return wire.encode_inspect_response(await self._admin.inspect(*wire.decode_inspect_request(request)))
+
+    async def RecordTrace(
+        self, request: admin_pb2.RecordTraceRequest, context: object
+    ) -> AsyncGenerator[admin_pb2.RecordTraceResponse, None]:
+        calls = until_closed(self._admin.record_trace(), self._traffic)
+        try:
+            async for some in calls:
+                yield wire.encode_traced_calls(some)
+        finally:
+            await calls.aclose()
 
     async def Unpin(self, request: admin_pb2.UnpinRequest, context: object) -> admin_pb2.UnpinResponse:
         released_chunks = await self._admin.unpin(wire.decode_unpin_request(request))

@@ -68,6 +68,8 @@ RULES: dict[str, Rule] = {
     f"/{ADMIN_SERVICE}/BumpGeneration": _OPERATOR,
     f"/{ADMIN_SERVICE}/Pin": Rule(needs_client=False, most_bytes=UNLIMITED),
     f"/{ADMIN_SERVICE}/Warm": Rule(needs_client=False, copies=True, most_bytes=UNLIMITED, holds_drain=False),
+    f"/{ADMIN_SERVICE}/Inspect": Rule(needs_client=False, copies=True, most_bytes=UNLIMITED, holds_drain=False),
+    f"/{ADMIN_SERVICE}/RecordTrace": Rule(needs_client=False, exempt=True, holds_drain=False, limited=False),
     f"/{ADMIN_SERVICE}/Unpin": _OPERATOR,
     f"/{ADMIN_SERVICE}/DrainEngine": Rule(needs_client=False, limited=False, copies=True, holds_drain=False),
 }

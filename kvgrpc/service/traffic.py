@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, TypeVar, cast
 
 if TYPE_CHECKING:
     from kvgrpc.service.calls import Rule
+
+T = TypeVar("T")
 
 
 class Traffic:
@@ -68,6 +71,29 @@ class Traffic:
 
     def close(self) -> None:
         self.closed.set()
+
+
+async def until_closed(answers: AsyncIterator[T], traffic: Traffic) -> AsyncGenerator[T, None]:
+    """The answers of a stream until the server drains. However it ends, ``answers`` is closed before this returns."""
+    source = cast("AsyncGenerator[T, None]", answers)
+
+    async def step() -> T | None:
+        return await anext(source, None)
+
+    draining = asyncio.create_task(traffic.draining.wait())
+    upcoming = asyncio.create_task(step())
+    try:
+        while True:
+            await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done() or (found := upcoming.result()) is None:
+                return
+            yield found
+            upcoming = asyncio.create_task(step())
+    finally:
+        draining.cancel()
+        upcoming.cancel()
+        await asyncio.wait({upcoming})
+        await source.aclose()
 
 
 async def _in_time(event: asyncio.Event, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvgrpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -764,6 +765,308 @@ class WarmResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    """Names chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPACE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def space(self) -> _common_pb2.SpaceRef:
+        """Where they are."""
+
+    @_builtins.property
+    def content(self) -> _common_pb2.Content:
+        """A prompt, or chunk keys. Here keys need not be those of a prefix, and a space that is keyed by tokens takes the keys that the server made of
+        them; num_tokens is not read.
+        """
+
+    def __init__(
+        self,
+        *,
+        space: _common_pb2.SpaceRef | None = ...,
+        content: _common_pb2.Content | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "space", b"space"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectedChunk(_message.Message):
+    """One chunk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TierRanksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KEY_FIELD_NUMBER: _builtins.int
+    READY_RANKS_FIELD_NUMBER: _builtins.int
+    WRITING_RANKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    TIER_RANKS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """As in the request, or as the server makes it of tokens."""
+    ready_ranks: _builtins.int
+    """KV ranks whose object is in L1. A hit needs those of all KV ranks that its engine wants."""
+    writing_ranks: _builtins.int
+    """KV ranks whose object is on its way into L1."""
+    bytes: _builtins.int
+    """What the ready objects take of L1."""
+    pins: _builtins.int
+    """Leases and running copies that keep it."""
+    holds: _builtins.int
+    """Retention and operator pins that keep it."""
+    @_builtins.property
+    def tier_ranks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """KV ranks whose object a lower tier says it has, by tier. Absent: none, or the tier was not asked about it."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        ready_ranks: _builtins.int = ...,
+        writing_ranks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        pins: _builtins.int = ...,
+        holds: _builtins.int = ...,
+        tier_ranks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "holds", b"holds", "key", b"key", "pins", b"pins", "ready_ranks", b"ready_ranks", "tier_ranks", b"tier_ranks", "writing_ranks", b"writing_ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectedChunk: _TypeAlias = InspectedChunk  # noqa: Y015
+
+@_typing.final
+class Keeper(_message.Message):
+    """Who keeps some of the chunks: a lookup, an operator's pin, or (with neither) retention."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    LEFT_MS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """EngineStatus.engine of the lookup."""
+    request_id: _builtins.str
+    """The engine's name of its request."""
+    pin_id: _builtins.bytes
+    """From PinResponse."""
+    chunks: _builtins.int
+    """How many of the chunks it keeps."""
+    left_ms: _builtins.int
+    """For how long still; 0 while a lookup prefetches."""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        pin_id: _builtins.bytes = ...,
+        chunks: _builtins.int = ...,
+        left_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "engine", b"engine", "left_ms", b"left_ms", "pin_id", b"pin_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Keeper: _TypeAlias = Keeper  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    """What is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    KEEPERS_FIELD_NUMBER: _builtins.int
+    MORE_KEEPERS_FIELD_NUMBER: _builtins.int
+    ASKED_OBJECTS_FIELD_NUMBER: _builtins.int
+    SILENT_TIERS_FIELD_NUMBER: _builtins.int
+    more_keepers: _builtins.bool
+    """There may be more keepers: the look was cut short."""
+    asked_objects: _builtins.int
+    """Objects that lower tiers were asked about, from the first chunk on; at most limits.keys_per_call."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___InspectedChunk]:
+        """One for each key, in the order of the request."""
+
+    @_builtins.property
+    def keepers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Keeper]:
+        """At most 64."""
+
+    @_builtins.property
+    def silent_tiers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Lower tiers that gave no answer."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___InspectedChunk] | None = ...,
+        keepers: _abc.Iterable[Global___Keeper] | None = ...,
+        more_keepers: _builtins.bool = ...,
+        asked_objects: _builtins.int = ...,
+        silent_tiers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_objects", b"asked_objects", "chunks", b"chunks", "keepers", b"keepers", "more_keepers", b"more_keepers", "silent_tiers", b"silent_tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class RecordTraceRequest(_message.Message):
+    """Asks for a recording."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTraceRequest: _TypeAlias = RecordTraceRequest  # noqa: Y015
+
+@_typing.final
+class TracedCall(_message.Message):
+    """One lookup or store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[TracedCall._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: TracedCall._Kind.ValueType  # 0
+        """Never sent."""
+        KIND_LOOKUP: TracedCall._Kind.ValueType  # 1
+        """A lookup that has become final. Repeats are left out."""
+        KIND_STORE: TracedCall._Kind.ValueType  # 2
+        """A store that was accepted. With several KV ranks there is one for each."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What it was."""
+
+    KIND_UNSPECIFIED: TracedCall.Kind.ValueType  # 0
+    """Never sent."""
+    KIND_LOOKUP: TracedCall.Kind.ValueType  # 1
+    """A lookup that has become final. Repeats are left out."""
+    KIND_STORE: TracedCall.Kind.ValueType  # 2
+    """A store that was accepted. With several KV ranks there is one for each."""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    AT_MS_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    PREFIX_CHUNKS_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    kind: Global___TracedCall.Kind.ValueType
+    """What it was."""
+    at_ms: _builtins.int
+    """When it was asked, since the recording began."""
+    space: _builtins.int
+    """Spaces of this recording are numbered as they come."""
+    num_tokens: _builtins.int
+    """Length of the prompt."""
+    prefix_chunks: _builtins.int
+    """Lookup: how many chunks were found. Store: where what is to be stored begins."""
+    chunk_bytes: _builtins.int
+    """Bytes of one chunk, of all KV ranks that are known here; 0 = not known."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Salted hashes of the keys of its chunks, from the first on."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___TracedCall.Kind.ValueType = ...,
+        at_ms: _builtins.int = ...,
+        space: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        chunks: _abc.Iterable[_builtins.int] | None = ...,
+        prefix_chunks: _builtins.int = ...,
+        chunk_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_ms", b"at_ms", "chunk_bytes", b"chunk_bytes", "chunks", b"chunks", "kind", b"kind", "num_tokens", b"num_tokens", "prefix_chunks", b"prefix_chunks", "space", b"space"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedCall: _TypeAlias = TracedCall  # noqa: Y015
+
+@_typing.final
+class RecordTraceResponse(_message.Message):
+    """Some calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """Calls that are missing before these because the stream was not read quickly enough."""
+    chunk_tokens: _builtins.int
+    """Tokens in one chunk."""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedCall]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___TracedCall] | None = ...,
+        dropped: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "chunk_tokens", b"chunk_tokens", "dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordTraceResponse: _TypeAlias = RecordTraceResponse  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):

@@ -70,6 +70,16 @@ class AdminServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/kvgrpc.v1.AdminService/Inspect',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+                _registered_method=True)
+        self.RecordTrace = channel.unary_stream(
+                '/kvgrpc.v1.AdminService/RecordTrace',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.RecordTraceRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.RecordTraceResponse.FromString,
+                _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/kvgrpc.v1.AdminService/Unpin',
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
@@ -136,6 +146,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """What is there of some chunks, in L1 and below, and who keeps it. Changes nothing, also not what is evicted next.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordTrace(self, request, context):
+        """Lookups and stores as they happen, without their contents: keys are hashed with a salt of this stream that nobody
+        is told. Ends with the call. At four streams: RESOURCE_EXHAUSTED, CALL_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Unpin(self, request, context):
         """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN.
         """
@@ -188,6 +213,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.InspectRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.InspectResponse.SerializeToString,
+            ),
+            'RecordTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordTrace,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.RecordTraceRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.RecordTraceResponse.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
@@ -390,6 +425,60 @@ class AdminService(object):
             '/kvgrpc.v1.AdminService/Warm',
             kvgrpc_dot_v1_dot_admin__pb2.WarmRequest.SerializeToString,
             kvgrpc_dot_v1_dot_admin__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/Inspect',
+            kvgrpc_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/RecordTrace',
+            kvgrpc_dot_v1_dot_admin__pb2.RecordTraceRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.RecordTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,12 @@ class AdminServiceStub:
     """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
     like anything else. Without lower tiers it reads nothing.
     """
+    Inspect: _grpc.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]
+    """What is there of some chunks, in L1 and below, and who keeps it. Changes nothing, also not what is evicted next."""
+    RecordTrace: _grpc.UnaryStreamMultiCallable[_admin_pb2.RecordTraceRequest, _admin_pb2.RecordTraceResponse]
+    """Lookups and stores as they happen, without their contents: keys are hashed with a salt of this stream that nobody
+    is told. Ends with the call. At four streams: RESOURCE_EXHAUSTED, CALL_LIMIT.
+    """
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]
@@ -79,6 +85,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Warm: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmRequest, _admin_pb2.WarmResponse]  # type: ignore[assignment]
     """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
     like anything else. Without lower tiers it reads nothing.
+    """
+    Inspect: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]  # type: ignore[assignment]
+    """What is there of some chunks, in L1 and below, and who keeps it. Changes nothing, also not what is evicted next."""
+    RecordTrace: _aio.UnaryStreamMultiCallable[_admin_pb2.RecordTraceRequest, _admin_pb2.RecordTraceResponse]  # type: ignore[assignment]
+    """Lookups and stores as they happen, without their contents: keys are hashed with a salt of this stream that nobody
+    is told. Ends with the call. At four streams: RESOURCE_EXHAUSTED, CALL_LIMIT.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
@@ -146,6 +158,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.WarmResponse, _abc.Awaitable[_admin_pb2.WarmResponse]]:
         """Reads a prefix from lower tiers into L1 ahead of its traffic, and answers what is there then. Keeps nothing: it can be evicted
         like anything else. Without lower tiers it reads nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _admin_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.InspectResponse, _abc.Awaitable[_admin_pb2.InspectResponse]]:
+        """What is there of some chunks, in L1 and below, and who keeps it. Changes nothing, also not what is evicted next."""
+
+    @_abc_1.abstractmethod
+    def RecordTrace(
+        self,
+        request: _admin_pb2.RecordTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.RecordTraceResponse], _abc.AsyncIterator[_admin_pb2.RecordTraceResponse]]:
+        """Lookups and stores as they happen, without their contents: keys are hashed with a salt of this stream that nobody
+        is told. Ends with the call. At four streams: RESOURCE_EXHAUSTED, CALL_LIMIT.
         """
 
     @_abc_1.abstractmethod

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvgrpc import api
+from kvgrpc.core.inspection import InspectedChunk, Keeper
 from kvgrpc.core.types import Cleared, Held, Role, SpaceRef, Warmed
 from kvgrpc.v1 import admin_pb2 as pb
 from kvgrpc.wire.cache import WAIT_MS_MOST
@@ -255,6 +256,82 @@ def decode_warm_request(message: pb.WarmRequest) -> tuple[SpaceRef, api.Content,
     """(space, content, wait_ms)."""
     wait_ms = check_number(message.wait_ms, "wait_ms", 1, WAIT_MS_MOST)
     return decode_space(message.space), decode_content(message.content), wait_ms
+
+
+def encode_inspect_request(space: SpaceRef, content: api.Content) -> pb.InspectRequest:
+    return pb.InspectRequest(space=encode_space(space), content=encode_content(content))
+
+
+def decode_inspect_request(message: pb.InspectRequest) -> tuple[SpaceRef, api.Content]:
+    """(space, content)."""
+    return decode_space(message.space), decode_content(message.content)
+
+
+def encode_inspect_response(found: api.Inspection) -> pb.InspectResponse:
+    return pb.InspectResponse(
+        chunks=[
+            pb.InspectedChunk(**asdict(chunk), tier_ranks=ranks)
+            for chunk, ranks in zip(found.chunks, found.tier_ranks, strict=True)
+        ],
+        keepers=[pb.Keeper(**asdict(keeper)) for keeper in found.keepers],
+        more_keepers=found.more_keepers,
+        asked_objects=found.asked_objects,
+        silent_tiers=found.silent_tiers,
+    )
+
+
+def decode_inspect_response(message: pb.InspectResponse) -> api.Inspection:
+    return api.Inspection(
+        chunks=tuple(
+            InspectedChunk(c.key, c.ready_ranks, c.writing_ranks, c.bytes, c.pins, c.holds) for c in message.chunks
+        ),
+        keepers=tuple(Keeper(k.chunks, k.left_ms, k.engine, k.request_id, k.pin_id) for k in message.keepers),
+        more_keepers=message.more_keepers,
+        tier_ranks=tuple(dict(chunk.tier_ranks) for chunk in message.chunks),
+        asked_objects=message.asked_objects,
+        silent_tiers=tuple(message.silent_tiers),
+    )
+
+
+_KINDS = {api.CallKind.LOOKUP: pb.TracedCall.KIND_LOOKUP, api.CallKind.STORE: pb.TracedCall.KIND_STORE}
+
+
+def encode_traced_calls(some: api.TracedCalls) -> pb.RecordTraceResponse:
+    return pb.RecordTraceResponse(
+        calls=[
+            pb.TracedCall(
+                kind=_KINDS[call.kind],
+                at_ms=call.at_ms,
+                space=call.space,
+                num_tokens=call.num_tokens,
+                chunks=call.chunks,
+                prefix_chunks=call.prefix_chunks,
+                chunk_bytes=call.chunk_bytes,
+            )
+            for call in some.calls
+        ],
+        dropped=some.dropped,
+        chunk_tokens=some.chunk_tokens,
+    )
+
+
+def decode_traced_calls(message: pb.RecordTraceResponse) -> api.TracedCalls:
+    """Without calls of kinds that a newer server may know."""
+    kinds = {number: kind for kind, number in _KINDS.items()}
+    calls = tuple(
+        api.TracedCall(
+            kinds[call.kind],
+            call.at_ms,
+            call.space,
+            call.num_tokens,
+            tuple(call.chunks),
+            call.prefix_chunks,
+            call.chunk_bytes,
+        )
+        for call in message.calls
+        if call.kind in kinds
+    )
+    return api.TracedCalls(calls, message.dropped, message.chunk_tokens)
 
 
 def encode_warm_response(warmed: Warmed) -> pb.WarmResponse:

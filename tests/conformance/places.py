@@ -10,11 +10,11 @@ import asyncio
 import mmap
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvgrpc import api
 from kvgrpc.client import AioClient, Client
@@ -33,6 +33,7 @@ from tests.served import serving
 CHUNK = 16
 L1_BYTES = 32 * MIB
 Buffer = bytearray | mmap.mmap
+T = TypeVar("T")
 
 
 @dataclass
@@ -119,12 +120,23 @@ class FromThread:
         return call
 
     async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncGenerator[api.AttachEvent, None]:
-        stream = self._client.attach(engine_id, role, session_id)
+        events = _each(self._client.attach(engine_id, role, session_id))
         try:
-            while (event := await asyncio.to_thread(next, stream, None)) is not None:
+            async for event in events:
                 yield event
         finally:
-            await asyncio.to_thread(stream.close)
+            await events.aclose()
+
+    def record_trace(self) -> AsyncGenerator[api.TracedCalls, None]:
+        return _each(self._client.record_trace())
+
+
+async def _each(stream: Generator[T, None, None]) -> AsyncGenerator[T, None]:
+    try:
+        while (event := await asyncio.to_thread(next, stream, None)) is not None:
+            yield event
+    finally:
+        await asyncio.to_thread(stream.close)
 
 
 @asynccontextmanager

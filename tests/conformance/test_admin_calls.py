@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from dataclasses import replace
+from typing import Any
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason
@@ -127,6 +129,78 @@ async def test_warm_says_what_is_there(place: Place, engine: Engine) -> None:
     assert await place.admin.warm(engine.space, tokens(3), 2000) == Warmed(2 * CHUNK)
     assert (await place.admin.get_status()).pins == 0
     assert await refused(place.admin.warm(SpaceRef(b"?" * 16), tokens(1), 1000)) is Reason.SPACE_UNKNOWN
+
+
+async def test_inspect_says_what_is_there_and_who_keeps_it(place: Place, engine: Engine) -> None:
+    assert [one.ready_ranks for one in (await place.admin.inspect(engine.space, tokens(2))).chunks] == [0, 0]
+    await engine.store(tokens(3))
+    await engine.lookup(tokens(2), "request-7")
+    held = await place.admin.pin(engine.space, tokens(1), 60_000)
+    found = await place.admin.inspect(engine.space, tokens(4))
+    assert [(one.ready_ranks, one.writing_ranks, one.pins, one.holds) for one in found.chunks] == [
+        (1, 0, 1, 1),
+        (1, 0, 1, 0),
+        (1, 0, 0, 0),
+        (0, 0, 0, 0),
+    ]
+    assert all(one.bytes >= engine.registered.object_bytes for one in found.chunks[:3])
+    by_pin, by_lookup = found.keepers
+    assert (by_pin.pin_id, by_pin.chunks, by_pin.engine) == (held.pin_id, 1, "")
+    assert (by_lookup.engine, by_lookup.request_id, by_lookup.chunks) == (fingerprint(engine.engine_id), "request-7", 2)
+    assert 0 < by_lookup.left_ms <= 60_000 and 0 < by_pin.left_ms <= 60_000
+    assert (found.more_keepers, found.asked_objects, found.silent_tiers) == (False, 0, ())
+    again = await place.admin.inspect(engine.space, api.Hashes((found.chunks[2].key, b"?" * 32), 0))
+    assert [(one.key, one.ready_ranks) for one in again.chunks] == [(found.chunks[2].key, 1), (b"?" * 32, 0)]
+    assert again.keepers == ()
+    assert await refused(place.admin.inspect(SpaceRef(b"?" * 16), tokens(1))) is Reason.SPACE_UNKNOWN
+
+
+async def test_a_recording_has_calls_and_no_contents(place: Place, engine: Engine) -> None:
+    salted = replace(engine.space, cache_salt=f"tenant-{engine.name}")
+    await engine.store(tokens(2))
+    recording: Any = place.admin.record_trace()
+    assert (await anext(recording)).calls == ()
+    other: Any = place.admin.record_trace()
+    assert (await anext(other)).chunk_tokens == CHUNK
+    await engine.lookup(tokens(3.5), "r1")
+    await engine.lookup(tokens(3.5), "r1")
+    await engine.store(tokens(3))
+    await engine.hit(tokens(3), space=salted)
+    calls: list[api.TracedCall] = []
+    while len(calls) < 3:
+        calls += (await asyncio.wait_for(anext(recording), 10)).calls
+    looked, stored, elsewhere = calls
+    assert (looked.kind, looked.num_tokens, looked.prefix_chunks, len(looked.chunks)) == (
+        api.CallKind.LOOKUP,
+        int(3.5 * CHUNK),
+        2,
+        3,
+    )
+    assert (stored.kind, stored.prefix_chunks, list(stored.chunks)) == (api.CallKind.STORE, 0, list(looked.chunks))
+    assert looked.chunk_bytes == stored.chunk_bytes == engine.registered.object_bytes
+    assert (elsewhere.space, elsewhere.prefix_chunks) == (looked.space + 1, 0)
+    assert set(elsewhere.chunks).isdisjoint(looked.chunks), "one prompt in two spaces is not seen to be one"
+    theirs: list[api.TracedCall] = []
+    while len(theirs) < 3:
+        theirs += (await asyncio.wait_for(anext(other), 10)).calls
+    assert set(theirs[0].chunks).isdisjoint(looked.chunks), "nor in two recordings"
+    keys = [
+        int.from_bytes(one.key[:8], "little") for one in (await place.admin.inspect(engine.space, tokens(3))).chunks
+    ]
+    assert set(keys).isdisjoint(looked.chunks), "keys themselves do not go out: prompts could be guessed and tried"
+    await recording.aclose()
+    await other.aclose()
+
+
+async def test_so_many_recordings_and_no_more(place: Place, engine: Engine) -> None:
+    running: list[Any] = []
+    for _ in range(4):
+        running.append(place.admin.record_trace())
+        await anext(running[-1])
+    more: Any = place.admin.record_trace()
+    assert await refused(anext(more)) is Reason.CALL_LIMIT
+    for each in running:
+        await each.aclose()
 
 
 async def test_an_engine_is_drained(place: Place, engine: Engine) -> None:

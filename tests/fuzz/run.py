@@ -54,6 +54,8 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{ADMIN_SERVICE}/BumpGeneration": admin_pb2.BumpGenerationRequest(model="none"),
         f"/{ADMIN_SERVICE}/Pin": admin.encode_pin_request(one.space, PROMPT, 1000),
         f"/{ADMIN_SERVICE}/Warm": admin.encode_warm_request(one.space, PROMPT, 1),
+        f"/{ADMIN_SERVICE}/Inspect": admin.encode_inspect_request(one.space, PROMPT),
+        f"/{ADMIN_SERVICE}/RecordTrace": admin_pb2.RecordTraceRequest(),
         f"/{ADMIN_SERVICE}/Unpin": admin_pb2.UnpinRequest(pin_id=b"0" * 16),
         f"/{ADMIN_SERVICE}/DrainEngine": admin_pb2.DrainEngineRequest(engine="none", wait_ms=1),
     }
@@ -61,7 +63,7 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
 
 async def send(channel: Any, path: str, data: bytes, sent: Any) -> grpc.StatusCode:
     """How the server ended the call. A call that it still answers after a while is cancelled."""
-    if path.endswith("/Attach"):
+    if path.endswith(("/Attach", "/RecordTrace")):
         stream: Any = channel.unary_stream(path)(data, metadata=sent, timeout=ANSWER_S)
         try:
             await asyncio.wait_for(stream.read(), ANSWER_S)

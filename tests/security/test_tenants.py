@@ -102,7 +102,10 @@ async def test_roles(tenants: Tenants):
     async with guarded("--access", str(tenants.file)) as server:
         for name, allowed in (
             ("red", {path for path in RULES if ADMIN_SERVICE not in path}),
-            ("viewer", {f"/{ADMIN_SERVICE}/{reads}" for reads in ("GetStatus", "ListEngines", "ListSpaces")}),
+            (
+                "viewer",
+                {f"/{ADMIN_SERVICE}/{reads}" for reads in ("GetStatus", "ListEngines", "ListSpaces", "Inspect")},
+            ),
             ("operator", {path for path in RULES if ADMIN_SERVICE in path}),
         ):
             client = tenants.client(server, name)

@@ -80,6 +80,19 @@ class FakeCache:
         await self.act("", "warm", (space, content, wait_ms))
         return Warmed(256)
 
+    async def inspect(self, space: SpaceRef, content: api.Content) -> api.Inspection:
+        await self.act("", "inspect", (space, content))
+        return api.Inspection((api.InspectedChunk(b"k" * 32, 1, 0, 4096, 1, 0),), (), False, ({"disk": 1},), 1, ())
+
+    async def record_trace(self) -> AsyncIterator[api.TracedCalls]:
+        await self.act("", "record_trace")
+        self.streams_open += 1
+        try:
+            yield api.TracedCalls((), 0, 256)
+            await self.released.wait()
+        finally:
+            self.streams_open -= 1
+
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
         await self.act("", "pin", (space, content, ttl_ms))
         return Held(EPOCH, 512)

@@ -204,6 +204,18 @@ def test_admin_acts() -> None:
     pin = (SPACE, tokens(1, 2), 1000)
     assert admin.decode_pin_request(over_the_wire(admin.encode_pin_request(*pin))) == pin
     assert admin.decode_warm_request(over_the_wire(admin.encode_warm_request(*pin))) == pin
+    inspected = api.Inspection(
+        (api.InspectedChunk(b"k" * 32, 2, 1, 4096, 3, 1), api.InspectedChunk(b"l" * 32)),
+        (api.Keeper(1, 500, "0123456789abcdef", "r"), api.Keeper(1, 1, pin_id=b"p" * 16)),
+        True,
+        ({"disk": 2}, {}),
+        4,
+        ("store",),
+    )
+    assert admin.decode_inspect_request(over_the_wire(admin.encode_inspect_request(*pin[:2]))) == pin[:2]
+    assert admin.decode_inspect_response(over_the_wire(admin.encode_inspect_response(inspected))) == inspected
+    calls = api.TracedCalls((api.TracedCall(api.CallKind.STORE, 5, 1, 600, (1, 2**64 - 1), 1, 4096),), 3, 256)
+    assert admin.decode_traced_calls(over_the_wire(admin.encode_traced_calls(calls))) == calls
     warmed = Warmed(512, "PREFETCH_LIMIT")
     assert admin.decode_warm_response(over_the_wire(admin.encode_warm_response(warmed))) == warmed
     held = Held(b"p" * 16, 256)
