@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore]'
 	@touch $@
 
 # $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
