@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint64_t least_rows = 4;  // fewer are as cheap in a batch
 // Rows of this length and more are as fast in a batch, and few.
-constexpr std::uint64_t too_wide = std::uint64_t{256} << 10;
+constexpr std::uint64_t too_wide = std::uint64_t{64} << 10;
 constexpr std::uint64_t most_pitch = (std::uint64_t{1} << 31) - 1;  // CU_DEVICE_ATTRIBUTE_MAX_PITCH of every card
 
 void cut(const Run& run, const Parts& parts, std::vector<Run>& out) {

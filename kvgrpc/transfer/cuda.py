@@ -103,6 +103,9 @@ class CudaMover:
         self._mappings[mapping_id] = _Mapped(card, native, tuple(opened))
         return digest(layout, [opened[memory.handle].serial for memory in pieces])
 
+    def launches(self, mapping_id: int) -> bool:
+        return True
+
     def launch(self, work: RunSlice) -> CudaFlight | SliceReport:
         """Starts the slice; its report at once when its card has failed."""
         mapped = self._mappings[work.mapping_id]
