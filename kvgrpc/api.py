@@ -36,6 +36,9 @@ from kvgrpc.core.types import (
     Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.streams import WatchEvent as WatchEvent
+from kvgrpc.streams import WatchKind as WatchKind
+from kvgrpc.streams import WatchRequest as WatchRequest
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
@@ -292,6 +295,10 @@ class CacheApi(Protocol):
     async def end_request(self, engine_id: str, request_id: str) -> Ended: ...
 
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None: ...
+
+    def watch(self, request: WatchRequest) -> AsyncIterator[WatchEvent]:
+        """Closing the iterator (``aclose``) ends the stream."""
+        ...
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         tiers=tiers,
         save_versions=None if versions_path is None else partial(save, versions_path),
         flush_s=settings.flush_ms / 1000,
+        watchers=settings.watchers,
     )
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
@@ -238,8 +239,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
             )
         )
 
-    metrics = ""
-    loop = asyncio.get_running_loop()
+    metrics, loop = "", asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
     freezer = Freezer(lambda: server.traffic.limited_calls == 0)
     freezing = asyncio.create_task(freezer.run())

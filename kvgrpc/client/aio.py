@@ -36,7 +36,7 @@ from kvgrpc.core.types import (
 )
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
-from kvgrpc.wire import admin, cache, engine
+from kvgrpc.wire import admin, cache, engine, streams
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
 LOOKUP, STORE = "/kvgrpc.v1.KvCacheService/Lookup", "/kvgrpc.v1.KvCacheService/Store"
@@ -205,6 +205,19 @@ class AioClient:
         stub = self._stubs().cache.Fence
         message = cache.encode_fence_request(engine_id, call_ids)
         await self._call(stub, message, _nothing, self._copy_s(timeout_s))
+
+    async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
+        """Without a deadline; ends when this watcher is lost, or with the server."""
+        stream: Any = self._stubs().cache.Watch(streams.encode_watch_request(request), metadata=self._metadata)
+        try:
+            async for message in stream:
+                event = streams.decode_watch_response(message)
+                if event is not None:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        finally:
+            stream.cancel()
 
     # ---- operators --------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import TypeVar
 
 from kvgrpc import api
 from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef, Warmed
+
+T = TypeVar("T")
 
 
 class Client:
@@ -93,6 +96,18 @@ class Client:
     def fence(self, engine_id: str, call_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
         return self._loop.run(self._aio.fence(engine_id, call_ids, timeout_s=timeout_s))
 
+    def watch(self, request: api.WatchRequest) -> Generator[api.WatchEvent, None, None]:
+        """``next`` waits for events; closing the iterator ends the stream."""
+        stream = self._aio.watch(request)
+        try:
+            while (event := self._loop.run(_next(stream))) is not None:
+                yield event
+        finally:
+            try:
+                self._loop.run(stream.aclose())
+            except RuntimeError:  # the client was closed first, and the stream with it
+                pass
+
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def get_status(self) -> api.ServerStatus:
@@ -123,7 +138,7 @@ class Client:
         return self._loop.run(self._aio.drain_engine(engine, wait_ms))
 
 
-async def _next(stream: AsyncGenerator[api.AttachEvent, None]) -> api.AttachEvent | None:
+async def _next(stream: AsyncGenerator[T, None]) -> T | None:
     async for event in stream:
         return event
     return None

@@ -32,6 +32,7 @@ from kvgrpc.core.types import (
     CoreLimits,
     EngineDraining,
     JobDone,
+    KeysChanged,
     ProbeTiers,
     ReadTier,
     RunSlice,
@@ -47,6 +48,7 @@ from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.slices import SliceRunner
+from kvgrpc.runtime.watching import Watching
 from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -77,6 +79,8 @@ class Hands:
     """Keeps the second, which the first has become; blocks; raises OSError."""
     flush_s: float = 5.0
     """What lower tiers get at the end to take what waits for them."""
+    watchers: int = 64
+    """Most streams of Watch at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,7 @@ class Driver:
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
+        self.watching = Watching(book, facts.server_epoch, hands.watchers)
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: set[str] = set()
         """Clients of which a slice was handed over or has ended, so that one may be planned behind it."""
@@ -293,6 +298,8 @@ class Driver:
                 ended = self._streams.pop(client_id, None)
                 if ended is not None:
                     ended.put_nowait(None)
+            case KeysChanged():
+                self.watching.tell(action)
             case EngineDraining(client_id):
                 stream = self._streams.get(client_id)
                 if stream is not None:

@@ -118,6 +118,9 @@ class TracedCache:
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.fence(engine_id, call_ids)
 
+    def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
+        return self._cache.watch(request)
+
 
 class TracedMover:
     """A mover whose slices are spans where their call is one."""

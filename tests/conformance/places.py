@@ -126,6 +126,14 @@ class FromThread:
         finally:
             await asyncio.to_thread(stream.close)
 
+    async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
+        stream = self._client.watch(request)
+        try:
+            while (event := await asyncio.to_thread(next, stream, None)) is not None:
+                yield event
+        finally:
+            await asyncio.to_thread(stream.close)
+
 
 @asynccontextmanager
 async def blocking(address: str) -> AsyncIterator[Place]:

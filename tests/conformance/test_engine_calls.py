@@ -12,6 +12,7 @@ import pytest
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.keys import chunk_keys, space_digest
 from kvgrpc.core.types import Ended, Policy, PrefetchStatus, Reader, Role, SpaceRef, TokenRange
 from kvgrpc.transfer.host import host_id
 from tests.conformance.engine import BLOCK, NUM_BLOCKS, Engine, refused, tokens
@@ -346,3 +347,19 @@ async def test_bad_lookups_and_loads_change_nothing(engine: Engine) -> None:
     assert await engine.retrieve(job_id, TokenRange(0, 32)) == [(0, 2, "LOADED", "")]
     past = await engine.retrieve((await engine.lookup(tokens(2), "past")).job_id, TokenRange(0, 48))
     assert past == [(0, 2, "LOADED", ""), (2, 1, "MISSING", "")]
+
+
+# ---- watching -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_stored_and_cleared_is_told_to_watchers(engine: Engine) -> None:
+    watching: Any = engine.place.client(f"router-{engine.name}").watch(api.WatchRequest(engine.space.space_base))
+    started = await anext(watching)
+    assert (started.sequence, started.kind, started.chunk_tokens) == (1, api.WatchKind.STARTED, CHUNK)
+    prompt = tokens(2, first=secrets.randbelow(1 << 30))
+    await engine.store(prompt)
+    stored = await anext(watching)
+    keys = chunk_keys(space_digest(engine.space), prompt.data, CHUNK)
+    assert (stored.sequence, stored.kind, stored.tier) == (2, api.WatchKind.STORED, "l1")
+    assert (stored.space, stored.keys) == (space_digest(engine.space), tuple(keys))
+    await watching.aclose()

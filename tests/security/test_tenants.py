@@ -20,6 +20,7 @@ from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.keys import space_digest
 from kvgrpc.core.types import Role
 from kvgrpc.service.access import AccessError, read_access, token_hash
 from kvgrpc.service.calls import ADMIN_SERVICE, RULES
@@ -285,3 +286,21 @@ def test_single_methods_can_be_allowed(tmp_path: Path):
     file = tmp_path / "access.json"
     write_access(file, a={"tokens": [HASH], "may": ["KvCacheService/Lookup"]})
     assert read_access(file).by_token[HASH].methods == {"/kvgrpc.v1.KvCacheService/Lookup"}
+
+
+async def test_a_tenant_is_told_of_its_own_salts_only(tenants: Tenants) -> None:
+    async with guarded("--access", str(tenants.file)) as server:
+        red, blue = await tenants.engine(server, "red"), await tenants.engine(server, "blue")
+        own = tenants.client(server, "red", "router").watch(api.WatchRequest())
+        every = tenants.client(server, "viewer", "router").watch(api.WatchRequest())
+        stolen = tenants.client(server, "red", "thief").watch(api.WatchRequest(cache_salts=frozenset({"blue"})))
+        for stream in (own, every):
+            await anext(stream)
+        assert await reason_of(anext(stolen)) is Reason.NOT_ALLOWED
+        await blue.store(PROMPT, BLOCKS)
+        await red.store(PROMPT, BLOCKS)
+        told = await anext(own)
+        assert (told.sequence, told.space) == (2, space_digest(red.space)), "nothing of blue came before it"
+        assert [(await anext(every)).space for _ in range(2)] == [space_digest(blue.space), space_digest(red.space)]
+        for stream in (own, every):
+            await stream.aclose()
