@@ -201,8 +201,8 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         tiers=tiers,
         save_versions=None if versions_path is None else partial(save, versions_path),
         flush_s=settings.flush_ms / 1000,
-        watchers=settings.watchers,
     )
+    hands.chunk_streams, hands.watchers = settings.chunk_streams, settings.watchers
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)

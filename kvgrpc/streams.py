@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvgrpc.core.types import ChunkResult, Reader, TokenRange
+
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
@@ -41,3 +43,28 @@ class WatchEvent:
     salt_fingerprint: str = ""
     tier: str = ""
     keys: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChunksRequest:
+    """Which chunks' objects to read, under a job; ``range`` is aligned to chunks."""
+
+    engine_id: str
+    job_id: bytes
+    reader: Reader
+    range: TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Bytes of an object from ``offset`` on; ``object_bytes`` is its length, ``checksum`` the CRC-32 of ``data``."""
+
+    chunk: int
+    offset: int
+    object_bytes: int
+    checksum: int
+    data: bytes
+
+
+ReadChunksAnswer = ChunkPart | tuple[ChunkResult, ...]
+"""The results come last."""

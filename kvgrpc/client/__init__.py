@@ -79,7 +79,7 @@ if TYPE_CHECKING:
         TokenRange,
         Warmed,
     )
-    from kvgrpc.streams import WatchEvent, WatchKind, WatchRequest
+    from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
     from kvgrpc.transfer.layout import stored_form
 
 import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
@@ -111,7 +111,7 @@ _NAMES = {
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
         "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
-    "kvgrpc.streams": "WatchEvent WatchKind WatchRequest",
+    "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
     "kvgrpc.transfer.layout": "stored_form",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -126,6 +126,7 @@ __all__ = [
     "BreakerSettings",
     "ChannelOptions",
     "ChunkOutcome",
+    "ChunkPart",
     "ChunkResult",
     "ClearTarget",
     "Cleared",
@@ -158,6 +159,7 @@ __all__ = [
     "Policy",
     "PrefetchStatus",
     "Priority",
+    "ReadChunksRequest",
     "Reader",
     "Ready",
     "Reason",

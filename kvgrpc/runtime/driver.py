@@ -47,6 +47,7 @@ from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
+from kvgrpc.runtime.reading import Reads
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.runtime.watching import Watching
 from kvgrpc.tiers.base import Tier
@@ -79,6 +80,8 @@ class Hands:
     """Keeps the second, which the first has become; blocks; raises OSError."""
     flush_s: float = 5.0
     """What lower tiers get at the end to take what waits for them."""
+    chunk_streams: int = 16
+    """Most streams of ReadChunks at a time."""
     watchers: int = 64
     """Most streams of Watch at a time."""
 
@@ -114,6 +117,7 @@ class Driver:
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
+        self.reads = Reads(hands.chunk_streams)
         self.watching = Watching(book, facts.server_epoch, hands.watchers)
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: set[str] = set()

@@ -257,6 +257,9 @@ class DriverSession:
         del request  # the bookkeeper has kept what it needs
         return await self._results(call_id, results)
 
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        return self._driver.reads.read(self._driver, self._client_id, request)
+
     def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
         return self._driver.watching.watch(request)
 

@@ -181,6 +181,9 @@ class TenantCache:
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.fence(self._own(engine_id), call_ids)
 
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        return self._cache.read_chunks(replace(request, engine_id=self._own(request.engine_id)))
+
     def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
         tenant, salts = self._tenant, request.cache_salts
         if SEES_ALL not in tenant.methods:

@@ -77,6 +77,16 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
         await self._cache().fence(*cache_wire.decode_fence_request(request))
         return cache_pb2.FenceResponse()
 
+    async def ReadChunks(
+        self, request: cache_pb2.ReadChunksRequest, context: object
+    ) -> AsyncGenerator[cache_pb2.ReadChunksResponse, None]:
+        answers = self._cache().read_chunks(streams_wire.decode_read_request(request))
+        try:
+            async for answer in answers:
+                yield streams_wire.encode_read_response(answer)
+        finally:
+            await cast("AsyncGenerator[object, None]", answers).aclose()
+
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: object
     ) -> AsyncGenerator[cache_pb2.WatchResponse, None]:

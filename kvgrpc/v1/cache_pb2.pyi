@@ -832,3 +832,109 @@ class WatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class ReadChunksRequest(_message.Message):
+    """Reads chunks as bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    RANGE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    job_id: _builtins.bytes
+    """From LookupResponse; its state must be DONE (else FAILED_PRECONDITION, JOB_PENDING)."""
+    @_builtins.property
+    def reader(self) -> _common_pb2.Reader:
+        """Whose objects to read. Must be a reader of the lookup (READER_UNKNOWN)."""
+
+    @_builtins.property
+    def range(self) -> _common_pb2.TokenRange:
+        """What to read; aligned to chunks. Chunks past the hit are answered MISSING."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        job_id: _builtins.bytes = ...,
+        reader: _common_pb2.Reader | None = ...,
+        range: _common_pb2.TokenRange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range", "reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "job_id", b"job_id", "range", b"range", "reader", b"reader"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunksRequest: _TypeAlias = ReadChunksRequest  # noqa: Y015
+
+@_typing.final
+class ChunkPart(_message.Message):
+    """A piece of one chunk's object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.int
+    """Chunk index in the prompt."""
+    offset: _builtins.int
+    """Where the piece lies in the object."""
+    object_bytes: _builtins.int
+    """Length of the whole object."""
+    checksum: _builtins.int
+    """CRC-32 of data, as zlib and gzip compute it."""
+    data: _builtins.bytes
+    """The bytes; at most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        object_bytes: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "object_bytes", b"object_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkPart: _TypeAlias = ChunkPart  # noqa: Y015
+
+@_typing.final
+class ReadChunksResponse(_message.Message):
+    """Bytes, or the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> Global___ChunkPart:
+        """The next piece; not set in the last message."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """Last message: what became of each chunk of the range: LOADED, MISSING, or FAILED behind a missing one."""
+
+    def __init__(
+        self,
+        *,
+        part: Global___ChunkPart | None = ...,
+        results: _abc.Iterable[Global___ChunkResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunksResponse: _TypeAlias = ReadChunksResponse  # noqa: Y015

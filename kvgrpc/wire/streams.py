@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import Reader, TokenRange
 from kvgrpc.v1 import cache_pb2 as pb
-from kvgrpc.wire.fields import check_text
+from kvgrpc.v1 import common_pb2
+from kvgrpc.wire.cache import check_engine_id, decode_results, encode_results
+from kvgrpc.wire.fields import check_bytes, check_text
 
 SALTS_MOST = 1024
 
@@ -61,3 +64,44 @@ def decode_watch_response(message: pb.WatchResponse) -> api.WatchEvent | None:
         message.tier,
         tuple(message.keys),
     )
+
+
+# ---- ReadChunks -----------------------------------------------------------------------------------------------------
+
+
+def encode_read_request(request: api.ReadChunksRequest) -> pb.ReadChunksRequest:
+    return pb.ReadChunksRequest(
+        engine_id=request.engine_id,
+        job_id=request.job_id,
+        reader=common_pb2.Reader(kv_rank=request.reader.kv_rank, tp_rank=request.reader.tp_rank),
+        range=common_pb2.TokenRange(start=request.range.start, end=request.range.end),
+    )
+
+
+def decode_read_request(message: pb.ReadChunksRequest) -> api.ReadChunksRequest:
+    return api.ReadChunksRequest(
+        check_engine_id(message.engine_id),
+        check_bytes(message.job_id, "job_id", 16),
+        Reader(message.reader.kv_rank, message.reader.tp_rank),
+        TokenRange(message.range.start, message.range.end),
+    )
+
+
+def encode_read_response(answer: api.ReadChunksAnswer) -> pb.ReadChunksResponse:
+    if not isinstance(answer, api.ChunkPart):
+        return pb.ReadChunksResponse(results=encode_results(answer))
+    part = pb.ChunkPart(
+        chunk=answer.chunk,
+        offset=answer.offset,
+        object_bytes=answer.object_bytes,
+        checksum=answer.checksum,
+        data=answer.data,
+    )
+    return pb.ReadChunksResponse(part=part)
+
+
+def decode_read_response(message: pb.ReadChunksResponse) -> api.ReadChunksAnswer:
+    if not message.HasField("part"):
+        return decode_results(message.results)
+    part = message.part
+    return api.ChunkPart(part.chunk, part.offset, part.object_bytes, part.checksum, part.data)

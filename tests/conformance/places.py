@@ -126,6 +126,10 @@ class FromThread:
         finally:
             await asyncio.to_thread(stream.close)
 
+    async def read_chunks(self, request: api.ReadChunksRequest) -> AsyncGenerator[api.ReadChunksAnswer, None]:
+        for answer in await asyncio.to_thread(lambda: list(self._client.read_chunks(request))):
+            yield answer
+
     async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
         stream = self._client.watch(request)
         try:
