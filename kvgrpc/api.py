@@ -37,6 +37,12 @@ from kvgrpc.core.types import (
     Warmed,
 )
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.streams import ChunkPart as ChunkPart
+from kvgrpc.streams import ReadChunksAnswer as ReadChunksAnswer
+from kvgrpc.streams import ReadChunksRequest as ReadChunksRequest
+from kvgrpc.streams import WatchEvent as WatchEvent
+from kvgrpc.streams import WatchKind as WatchKind
+from kvgrpc.streams import WatchRequest as WatchRequest
 from kvgrpc.traces import CallKind as CallKind  # part of TracedCall
 from kvgrpc.traces import TracedCall as TracedCall  # part of TracedCalls
 from kvgrpc.traces import TracedCalls
@@ -296,6 +302,14 @@ class CacheApi(Protocol):
     async def end_request(self, engine_id: str, request_id: str) -> Ended: ...
 
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None: ...
+
+    def read_chunks(self, request: ReadChunksRequest) -> AsyncIterator[ReadChunksAnswer]:
+        """Closing the iterator (``aclose``) ends the stream."""
+        ...
+
+    def watch(self, request: WatchRequest) -> AsyncIterator[WatchEvent]:
+        """Closing the iterator (``aclose``) ends the stream."""
+        ...
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

@@ -227,6 +227,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         save_versions=partial(save_both, lower.shared, lower.path) if lower.outlive else None,
         flush_s=settings.flush_ms / 1000,
     )
+    hands.chunk_streams, hands.watchers = settings.chunk_streams, settings.watchers
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)
@@ -263,8 +264,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
             )
         )
 
-    metrics = ""
-    loop = asyncio.get_running_loop()
+    metrics, loop = "", asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
     freezer = Freezer(lambda: server.traffic.limited_calls == 0)
     freezing = asyncio.create_task(freezer.run())

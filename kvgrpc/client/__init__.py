@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.parallel import ParallelStrategy
     from kvgrpc.client.scheduler import SchedulerClient, SchedulerOptions
     from kvgrpc.client.sync import Client
+    from kvgrpc.client.watcher import Watcher
     from kvgrpc.client.worker import WorkerClient, WorkerOptions
     from kvgrpc.config.places import UntrustedSocketError
     from kvgrpc.core.errors import Reason, Refusal
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
         TokenRange,
         Warmed,
     )
+    from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
     from kvgrpc.transfer.layout import stored_form
 
 import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
@@ -101,6 +103,7 @@ _NAMES = {
     "kvgrpc.client.parallel": "ParallelStrategy",
     "kvgrpc.client.scheduler": "SchedulerClient SchedulerOptions",
     "kvgrpc.client.sync": "Client",
+    "kvgrpc.client.watcher": "Watcher",
     "kvgrpc.client.worker": "WorkerClient WorkerOptions",
     "kvgrpc.config.places": "UntrustedSocketError",
     "kvgrpc.core.errors": "Reason Refusal",
@@ -108,6 +111,7 @@ _NAMES = {
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
         "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
+    "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
     "kvgrpc.transfer.layout": "stored_form",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -122,6 +126,7 @@ __all__ = [
     "BreakerSettings",
     "ChannelOptions",
     "ChunkOutcome",
+    "ChunkPart",
     "ChunkResult",
     "ClearTarget",
     "Cleared",
@@ -154,6 +159,7 @@ __all__ = [
     "Policy",
     "PrefetchStatus",
     "Priority",
+    "ReadChunksRequest",
     "Reader",
     "Ready",
     "Reason",
@@ -177,6 +183,10 @@ __all__ = [
     "Tokens",
     "UntrustedSocketError",
     "Warmed",
+    "WatchEvent",
+    "WatchKind",
+    "WatchRequest",
+    "Watcher",
     "WorkerClient",
     "WorkerOptions",
     "default_address",

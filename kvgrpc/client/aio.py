@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from kvgrpc import api
+from kvgrpc.client import objects
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.channel import ChannelOptions, open_channel
 from kvgrpc.client.credentials import token_for
@@ -36,7 +37,7 @@ from kvgrpc.core.types import (
 )
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
-from kvgrpc.wire import admin, cache, engine
+from kvgrpc.wire import admin, cache, engine, streams
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
 LOOKUP, STORE = "/kvgrpc.v1.KvCacheService/Lookup", "/kvgrpc.v1.KvCacheService/Store"
@@ -205,6 +206,39 @@ class AioClient:
         stub = self._stubs().cache.Fence
         message = cache.encode_fence_request(engine_id, call_ids)
         await self._call(stub, message, _nothing, self._copy_s(timeout_s))
+
+    async def read_chunks(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[api.ReadChunksAnswer, None]:
+        """Parts in their order, checked, and then the results. A stream that ends without them raises."""
+        message, timeout = streams.encode_read_request(request), self._copy_s(timeout_s)
+        stream: Any = self._stubs().cache.ReadChunks(message, timeout=timeout, metadata=self._metadata)
+        try:
+            async for answer in objects.checked(stream):
+                yield answer
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        finally:
+            stream.cancel()
+
+    async def read_objects(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
+        """The objects of the chunks that were there, by chunk index, and the results; all of them in memory."""
+        return await objects.collected(self.read_chunks(request, timeout_s=timeout_s))
+
+    async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
+        """Without a deadline; ends when this watcher is lost, or with the server."""
+        stream: Any = self._stubs().cache.Watch(streams.encode_watch_request(request), metadata=self._metadata)
+        try:
+            async for message in stream:
+                event = streams.decode_watch_response(message)
+                if event is not None:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise refusal_from_error(error) from None
+        finally:
+            stream.cancel()
 
     # ---- operators --------------------------------------------------------------------------------------------------
 

@@ -55,17 +55,7 @@ class Client:
     def attach(self, engine_id: str, role: Role, session_id: bytes) -> Generator[api.AttachEvent, None, None]:
         """Opens the session with the first ``next``; closing the iterator breaks the stream. ``next`` waits for
         events."""
-        yield from self._each(self._aio.attach(engine_id, role, session_id))
-
-    def _each(self, stream: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        try:
-            while (event := self._loop.run(_next(stream))) is not None:
-                yield event
-        finally:
-            try:
-                self._loop.run(stream.aclose())
-            except RuntimeError:  # the client was closed first, and the stream with it
-                pass
+        return self._each(self._aio.attach(engine_id, role, session_id))
 
     def register(self, request: api.RegisterRequest, *, timeout_s: float | None = None) -> api.RegisterAnswer:
         return self._loop.run(self._aio.register(request, timeout_s=timeout_s))
@@ -97,6 +87,31 @@ class Client:
 
     def fence(self, engine_id: str, call_ids: Sequence[int], *, timeout_s: float | None = None) -> None:
         return self._loop.run(self._aio.fence(engine_id, call_ids, timeout_s=timeout_s))
+
+    def read_chunks(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> Generator[api.ReadChunksAnswer, None, None]:
+        """Parts and then the results, each when it is there; closing the iterator ends the stream."""
+        return self._each(self._aio.read_chunks(request, timeout_s=timeout_s))
+
+    def read_objects(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
+        return self._loop.run(self._aio.read_objects(request, timeout_s=timeout_s))
+
+    def watch(self, request: api.WatchRequest) -> Generator[api.WatchEvent, None, None]:
+        """``next`` waits for events; closing the iterator ends the stream."""
+        return self._each(self._aio.watch(request))
+
+    def _each(self, stream: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        try:
+            while (event := self._loop.run(_next(stream))) is not None:
+                yield event
+        finally:
+            try:
+                self._loop.run(stream.aclose())
+            except RuntimeError:  # the client was closed first, and the stream with it
+                pass
 
     # ---- operators --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvgrpc.core.types import SpaceRef
 
 Extent = tuple[int, int]
 """(offset, length) in the arena, in bytes."""
@@ -168,5 +171,22 @@ class EngineDraining:
     client_id: str
 
 
+class Change(Enum):
+    """Of what can be found in a space."""
+
+    STORED = "STORED"
+    REMOVED = "REMOVED"
+    CLEARED = "CLEARED"
+
+
+@dataclass(frozen=True, slots=True)
+class KeysChanged:
+    """Tell watchers: these chunks of the space ``ref`` are complete in the arena, or gone; with CLEARED, all."""
+
+    change: Change
+    ref: SpaceRef
+    keys: list[bytes]
+
+
 TierAction = ProbeTiers | ReadTier | CancelRead | WriteObject
-Action = RunSlice | CallEnded | TierAction | JobDone | Unmap | SessionEnded | EngineDraining
+Action = RunSlice | CallEnded | TierAction | JobDone | Unmap | SessionEnded | EngineDraining | KeysChanged

@@ -15,6 +15,7 @@ from itertools import islice
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.eviction import Account, Eviction
+from kvgrpc.core.feed import Feed
 from kvgrpc.core.keys import space_base, space_digest
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot, Slots
@@ -108,14 +109,14 @@ class Index:
         self._ledger = ledger
         self.slots = Slots(arena_bytes, ledger.limits.page_bytes)
         self.eviction = Eviction()
+        self.feed = Feed(ledger)
         self.bases: dict[bytes, IdentityFacts] = {}
         self.spaces: dict[SpaceRef, Space] = {}
         self.accounts: dict[str, Account] = {}
         self.dead: deque[Table] = deque()
         self.pinned_bytes = 0
         self.held_bytes = 0
-        self.on_gone: Callable[[Chunk], None] = lambda _: None
-        """Told of each chunk that goes although it is held."""
+        self.on_gone: Callable[[Chunk], None] = lambda _: None  # told of each chunk that goes although it is held
         self.first_version = 0
         """Where identities that are not known begin: past all that were forgotten or cleared unseen."""
         self.known_bases: dict[bytes, tuple[int, int]] = {}
@@ -260,11 +261,7 @@ class Index:
 
     def commit_objects(self, chunks: Sequence[Chunk], kv_rank: int) -> bool:
         """The bytes of these objects of one table are complete: they can be found from now on. False, and freed, when
-        the table is dead.
-
-        Whoever filled them keeps the chunks in use until their prefix is used, which gives them their places in the
-        order.
-        """
+        the table is dead. Whoever filled them keeps the chunks in use until their prefix is used."""
         if chunks and not chunks[0].table.live:
             for chunk in chunks:
                 self.abort_object(chunk, kv_rank)
@@ -284,6 +281,7 @@ class Index:
                 chunk.complete = True
                 table.complete += 1
                 table.pinned += chunk.pins > 0
+                self.feed.stored(chunk)
         self.end_writes(chunks)
         return True
 
@@ -299,6 +297,7 @@ class Index:
     def free_ready(self, *chunks: Chunk) -> None:
         """Frees every complete object of chunks that nobody uses, and forgets the chunks."""
         slots: list[Slot] = []
+        self.feed.removed(chunks)
         for chunk in chunks:
             table = chunk.table
             for slot in chunk.slots.values():
@@ -367,6 +366,7 @@ class Index:
         """Forgets everything in the space, now; memory comes back by ``reclaim``."""
         table = space.table
         table.live = False
+        self.feed.cleared(space.ref)
         space.table = Table(space)
         if table.chunks:
             self.dead.append(table)

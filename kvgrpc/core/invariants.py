@@ -147,6 +147,7 @@ def _check_uses(book: Bookkeeper, chunks: list[Chunk]) -> None:
     for plan in _plans(book):
         pins.update(map(id, _pinned(plan)))
         writes.update(map(id, _held(plan)))
+    pins.update(map(id, book.leases.reading))
     writes.update(id(write.chunk) for write in book.writes.flights.values())
     holds = Counter(map(id, chain(book.holds.retained, *book.holds.pins.values())))
     for chunk in chunks:

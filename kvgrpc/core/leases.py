@@ -53,6 +53,8 @@ class Leases:
         self._ledger = ledger
         self._index = index
         self.pins = 0
+        self.reading: list[Chunk] = []
+        """Pinned once each by streams that read them, beside all leases."""
 
     def fits(self, chunks: list[Chunk], coming_bytes: int = 0) -> bool:
         """Whether the pin budget has room for these chunks, and for what is still being read for pending lookups."""

@@ -34,6 +34,7 @@ from kvgrpc.core.types import (
     Direction,
     EngineDraining,
     JobDone,
+    KeysChanged,
     ProbeTiers,
     ReadTier,
     RunSlice,
@@ -48,8 +49,10 @@ from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
+from kvgrpc.runtime.reading import Reads
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.runtime.trace import Recordings
+from kvgrpc.runtime.watching import Watching
 from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -80,6 +83,10 @@ class Hands:
     """Keeps the second, which the first has become; blocks; raises OSError."""
     flush_s: float = 5.0
     """What lower tiers get at the end to take what waits for them."""
+    chunk_streams: int = 16
+    """Most streams of ReadChunks at a time."""
+    watchers: int = 64
+    """Most streams of Watch at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,8 @@ class Driver:
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
+        self.reads = Reads(hands.chunk_streams)
+        self.watching = Watching(book, facts.server_epoch, hands.watchers)
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: dict[str, int] = {}
         """Clients of which a slice was handed over, was launched or has ended, so that others may be planned behind it,
@@ -302,6 +311,8 @@ class Driver:
                 ended = self._streams.pop(client_id, None)
                 if ended is not None:
                     ended.put_nowait(None)
+            case KeysChanged():
+                self.watching.tell(action)
             case EngineDraining(client_id):
                 stream = self._streams.get(client_id)
                 if stream is not None:

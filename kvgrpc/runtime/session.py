@@ -281,6 +281,12 @@ class DriverSession:
         del request  # the bookkeeper has kept what it needs
         return await self._results(call_id, results)
 
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        return self._driver.reads.read(self._driver, self._client_id, request)
+
+    def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
+        return self._driver.watching.watch(request)
+
     async def _results(self, call_id: int, results: tuple[ChunkResult, ...] | None) -> tuple[ChunkResult, ...]:
         if results is not None:
             self._driver.pump()

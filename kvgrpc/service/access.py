@@ -21,11 +21,14 @@ from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, R
 
 HASH_PREFIX = "sha256:"
 _READS = ("GetStatus", "ListEngines", "ListSpaces", "Inspect")
+SEES_ALL = f"/{ADMIN_SERVICE}/ListSpaces"
+"""Who may call this may watch every salt."""
+_WATCH = f"/{CACHE_SERVICE}/Watch"
 
 ROLES: dict[str, frozenset[str]] = {
     "engine": frozenset(path for path in RULES if path.startswith((f"/{CACHE_SERVICE}/", f"/{ENGINE_SERVICE}/"))),
-    "viewer": frozenset(f"/{ADMIN_SERVICE}/{name}" for name in _READS),
-    "admin": frozenset(path for path in RULES if path.startswith(f"/{ADMIN_SERVICE}/")),
+    "viewer": frozenset((*(f"/{ADMIN_SERVICE}/{name}" for name in _READS), _WATCH)),
+    "admin": frozenset((*(path for path in RULES if path.startswith(f"/{ADMIN_SERVICE}/")), _WATCH)),
 }
 """What a word in ``may`` allows; any single method can be named as ``KvCacheService/Lookup``, too."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkResult, Ended, LookupAnswer, PrefetchStatus, Role, SpaceRef
-from kvgrpc.service.access import Access, AccessError, Tenant, read_access, token_hash
+from kvgrpc.service.access import SEES_ALL, Access, AccessError, Tenant, read_access, token_hash
 from kvgrpc.service.calls import Call
 from kvgrpc.service.servicer import ClientFor
 from kvgrpc.telemetry.log import logger
@@ -180,3 +180,14 @@ class TenantCache:
 
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.fence(self._own(engine_id), call_ids)
+
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        return self._cache.read_chunks(replace(request, engine_id=self._own(request.engine_id)))
+
+    def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
+        tenant, salts = self._tenant, request.cache_salts
+        if SEES_ALL not in tenant.methods:
+            for salt in salts or ():
+                self._check(SpaceRef(b"", cache_salt=salt))
+            request = replace(request, cache_salts=frozenset(tenant.quotas) if salts is None else salts)
+        return self._cache.watch(request)

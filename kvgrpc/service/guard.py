@@ -177,6 +177,7 @@ class CallGuard(grpc.GenericRpcHandler):
     async def _answer_stream(self, call: Call, method: _Method, raw: bytes, context: _Context) -> None:
         trailer = ((REQUEST_ID_KEY, call.request_id),)
         context.set_trailing_metadata(trailer)
+        stall_s = None if call.rule.exempt else self._limits.copy_deadline_s
 
         async def act() -> None:
             request = self._read(call, method, raw)
@@ -185,7 +186,8 @@ class CallGuard(grpc.GenericRpcHandler):
             try:
                 await context.send_initial_metadata(trailer)
                 async for answer in answers:
-                    await context.write(answer)
+                    async with Deadline(stall_s):
+                        await context.write(answer)
             finally:
                 # not left to the garbage collector: closing is what tells the cache that the peer is gone
                 await answers.aclose()

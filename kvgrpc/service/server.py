@@ -190,7 +190,7 @@ class Server:
         )
         guard = CallGuard(self._traffic, limits, self._checks, READERS, self.rpcs, self.admit)
         services: Any = guard  # the generated code wants a server, and uses of it what the guard has
-        cache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self._client_for), services)
+        cache_pb2_grpc.add_KvCacheServiceServicer_to_server(KvCacheServicer(self._client_for, self._traffic), services)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(self._client_for, self._traffic), services)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(self._admin, self._traffic), services)
         server = grpc.aio.server(options=channel_options(options))

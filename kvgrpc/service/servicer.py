@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import cast
+from typing import TypeVar, cast
 
 from kvgrpc.api import AttachEvent, CacheApi, LookupRequest, StoreRequest
 from kvgrpc.service.calls import CACHE_SERVICE, CURRENT
@@ -13,7 +13,9 @@ from kvgrpc.service.traffic import Traffic
 from kvgrpc.v1 import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvgrpc.wire import cache as cache_wire
 from kvgrpc.wire import engine as engine_wire
+from kvgrpc.wire import streams as streams_wire
 
+T = TypeVar("T")
 ClientFor = Callable[[str], CacheApi]
 """The cache as the client of that id sees it; the empty id only for Handshake."""
 
@@ -28,8 +30,9 @@ READERS: dict[str, Callable[[bytes], object]] = {
 class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
     """Finds, reads and stores for the client that the call names."""
 
-    def __init__(self, client_for: ClientFor) -> None:
+    def __init__(self, client_for: ClientFor, traffic: Traffic) -> None:
         self._client_for = client_for
+        self._traffic = traffic
 
     def _cache(self) -> CacheApi:
         return self._client_for(CURRENT.get().client_id)
@@ -73,6 +76,26 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
     async def Fence(self, request: cache_pb2.FenceRequest, context: object) -> cache_pb2.FenceResponse:
         await self._cache().fence(*cache_wire.decode_fence_request(request))
         return cache_pb2.FenceResponse()
+
+    async def ReadChunks(
+        self, request: cache_pb2.ReadChunksRequest, context: object
+    ) -> AsyncGenerator[cache_pb2.ReadChunksResponse, None]:
+        answers = self._cache().read_chunks(streams_wire.decode_read_request(request))
+        try:
+            async for answer in answers:
+                yield streams_wire.encode_read_response(answer)
+        finally:
+            await cast("AsyncGenerator[object, None]", answers).aclose()
+
+    async def Watch(
+        self, request: cache_pb2.WatchRequest, context: object
+    ) -> AsyncGenerator[cache_pb2.WatchResponse, None]:
+        events = until_closed(self._cache().watch(streams_wire.decode_watch_request(request)), self._traffic)
+        try:
+            async for event in events:
+                yield streams_wire.encode_watch_response(event)
+        finally:
+            await events.aclose()
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -147,3 +170,27 @@ async def session_events(events: AsyncIterator[AttachEvent], traffic: Traffic) -
             task.cancel()
         await asyncio.wait({upcoming})
         await session.aclose()
+
+
+async def until_closed(events: AsyncIterator[T], traffic: Traffic) -> AsyncGenerator[T, None]:
+    """The events, until the server closes its streams. However it ends, ``events`` is closed before this returns."""
+    source = cast("AsyncGenerator[T, None]", events)
+
+    async def next_event() -> T | None:
+        return await anext(source, None)
+
+    closed = asyncio.create_task(traffic.closed.wait())
+    upcoming: asyncio.Task[T | None] | None = None
+    try:
+        while True:
+            upcoming = asyncio.create_task(next_event())
+            await asyncio.wait({upcoming, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done() or (event := upcoming.result()) is None:
+                return
+            yield event
+    finally:
+        closed.cancel()
+        if upcoming is not None:
+            upcoming.cancel()
+            await asyncio.wait({upcoming})
+        await source.aclose()

@@ -118,6 +118,12 @@ class TracedCache:
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.fence(engine_id, call_ids)
 
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        return self._cache.read_chunks(request)
+
+    def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
+        return self._cache.watch(request)
+
 
 class TracedMover:
     """A mover whose slices are spans where their call is one."""

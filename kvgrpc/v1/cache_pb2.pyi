@@ -71,6 +71,46 @@ CHUNK_OUTCOME_TORN: ChunkOutcome.ValueType  # 8
 """Failed while copying. Retrieve: the content of its blocks is undefined. Store: nothing became visible."""
 Global___ChunkOutcome: _TypeAlias = ChunkOutcome  # noqa: Y015
 
+class _WatchKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WatchKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WatchKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
+    """Never sent."""
+    WATCH_KIND_STARTED: _WatchKind.ValueType  # 1
+    """First message: server_epoch and chunk_tokens. Under another epoch than before, what was known is gone."""
+    WATCH_KIND_STORED: _WatchKind.ValueType  # 2
+    """All KV ranks of these chunks are in the tier: a lookup finds them, if it finds those before them."""
+    WATCH_KIND_REMOVED: _WatchKind.ValueType  # 3
+    """These chunks are not in the tier any more. A lower tier may still have them."""
+    WATCH_KIND_CLEARED: _WatchKind.ValueType  # 4
+    """Nothing of the space can be found any more, in any tier, by Clear or BumpGeneration."""
+    WATCH_KIND_SYNCED: _WatchKind.ValueType  # 5
+    """The snapshot is complete."""
+    WATCH_KIND_LOST: _WatchKind.ValueType  # 6
+    """Last message: more has changed than could be kept for this watcher. Forget what was known and watch again, with a snapshot."""
+
+class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
+    """What a message of Watch says."""
+
+WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
+"""Never sent."""
+WATCH_KIND_STARTED: WatchKind.ValueType  # 1
+"""First message: server_epoch and chunk_tokens. Under another epoch than before, what was known is gone."""
+WATCH_KIND_STORED: WatchKind.ValueType  # 2
+"""All KV ranks of these chunks are in the tier: a lookup finds them, if it finds those before them."""
+WATCH_KIND_REMOVED: WatchKind.ValueType  # 3
+"""These chunks are not in the tier any more. A lower tier may still have them."""
+WATCH_KIND_CLEARED: WatchKind.ValueType  # 4
+"""Nothing of the space can be found any more, in any tier, by Clear or BumpGeneration."""
+WATCH_KIND_SYNCED: WatchKind.ValueType  # 5
+"""The snapshot is complete."""
+WATCH_KIND_LOST: WatchKind.ValueType  # 6
+"""Last message: more has changed than could be kept for this watcher. Forget what was known and watch again, with a snapshot."""
+Global___WatchKind: _TypeAlias = WatchKind  # noqa: Y015
+
 @_typing.final
 class LookupRequest(_message.Message):
     """Asks for a prefix."""
@@ -676,3 +716,225 @@ class FenceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FenceResponse: _TypeAlias = FenceResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """Asks for changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPACE_BASE_FIELD_NUMBER: _builtins.int
+    CACHE_SALTS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    space_base: _builtins.bytes
+    """Only of spaces with this base; empty = all. 16 bytes."""
+    snapshot: _builtins.bool
+    """Begin with what is there, as STORED, and then SYNCED; changes since the call follow."""
+    @_builtins.property
+    def cache_salts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only under these salts; none named = all that the caller may see. At most 1024."""
+
+    def __init__(
+        self,
+        *,
+        space_base: _builtins.bytes = ...,
+        cache_salts: _abc.Iterable[_builtins.str] | None = ...,
+        snapshot: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salts", b"cache_salts", "snapshot", b"snapshot", "space_base", b"space_base"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchedSpace(_message.Message):
+    """Names a space to watchers; the salt is not shown."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    SPACE_BASE_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    SALT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """The space's digest, 32 bytes: made of the three below by the rule in docs/protocol.md."""
+    space_base: _builtins.bytes
+    """As in SpaceRef."""
+    lora: _builtins.str
+    """As in SpaceRef."""
+    salt_fingerprint: _builtins.str
+    """As in ListSpaces."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        space_base: _builtins.bytes = ...,
+        lora: _builtins.str = ...,
+        salt_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "lora", b"lora", "salt_fingerprint", b"salt_fingerprint", "space_base", b"space_base"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchedSpace: _TypeAlias = WatchedSpace  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    """One change. Fields that the kind does not name are not set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SERVER_EPOCH_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Counts this stream's messages, from 1."""
+    kind: Global___WatchKind.ValueType
+    """What it says."""
+    server_epoch: _builtins.bytes
+    """STARTED: as in HandshakeResponse."""
+    chunk_tokens: _builtins.int
+    """STARTED: tokens in one chunk."""
+    tier: _builtins.str
+    """STORED, REMOVED: the tier; "l1" for now."""
+    @_builtins.property
+    def space(self) -> Global___WatchedSpace:
+        """STORED, REMOVED, CLEARED: of which space."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """STORED, REMOVED: chunk keys, or the engine's own hashes if that is what the space is keyed by. At most 1024."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        kind: Global___WatchKind.ValueType = ...,
+        server_epoch: _builtins.bytes = ...,
+        chunk_tokens: _builtins.int = ...,
+        space: Global___WatchedSpace | None = ...,
+        tier: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "keys", b"keys", "kind", b"kind", "sequence", b"sequence", "server_epoch", b"server_epoch", "space", b"space", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
+
+@_typing.final
+class ReadChunksRequest(_message.Message):
+    """Reads chunks as bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    RANGE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    job_id: _builtins.bytes
+    """From LookupResponse; its state must be DONE (else FAILED_PRECONDITION, JOB_PENDING)."""
+    @_builtins.property
+    def reader(self) -> _common_pb2.Reader:
+        """Whose objects to read. Must be a reader of the lookup (READER_UNKNOWN)."""
+
+    @_builtins.property
+    def range(self) -> _common_pb2.TokenRange:
+        """What to read; aligned to chunks. Chunks past the hit are answered MISSING."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        job_id: _builtins.bytes = ...,
+        reader: _common_pb2.Reader | None = ...,
+        range: _common_pb2.TokenRange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range", "reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "job_id", b"job_id", "range", b"range", "reader", b"reader"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunksRequest: _TypeAlias = ReadChunksRequest  # noqa: Y015
+
+@_typing.final
+class ChunkPart(_message.Message):
+    """A piece of one chunk's object."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.int
+    """Chunk index in the prompt."""
+    offset: _builtins.int
+    """Where the piece lies in the object."""
+    object_bytes: _builtins.int
+    """Length of the whole object."""
+    checksum: _builtins.int
+    """CRC-32 of data, as zlib and gzip compute it."""
+    data: _builtins.bytes
+    """The bytes; at most 1 MiB."""
+    def __init__(
+        self,
+        *,
+        chunk: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        object_bytes: _builtins.int = ...,
+        checksum: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "object_bytes", b"object_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkPart: _TypeAlias = ChunkPart  # noqa: Y015
+
+@_typing.final
+class ReadChunksResponse(_message.Message):
+    """Bytes, or the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def part(self) -> Global___ChunkPart:
+        """The next piece; not set in the last message."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """Last message: what became of each chunk of the range: LOADED, MISSING, or FAILED behind a missing one."""
+
+    def __init__(
+        self,
+        *,
+        part: Global___ChunkPart | None = ...,
+        results: _abc.Iterable[Global___ChunkResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunksResponse: _TypeAlias = ReadChunksResponse  # noqa: Y015

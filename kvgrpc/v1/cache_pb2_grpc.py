@@ -72,6 +72,16 @@ class KvCacheServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_cache__pb2.FenceRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_cache__pb2.FenceResponse.FromString,
                 _registered_method=True)
+        self.ReadChunks = channel.unary_stream(
+                '/kvgrpc.v1.KvCacheService/ReadChunks',
+                request_serializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvgrpc.v1.KvCacheService/Watch',
+                request_serializer=kvgrpc_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_cache__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class KvCacheServiceServicer(object):
@@ -138,6 +148,27 @@ class KvCacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadChunks(self, request, context):
+        """Reads whole chunks of a looked-up prefix as bytes, for clients that share no memory. Same lease, reader and job as Retrieve, and it
+        ends a read as that does. Parts come in order, chunk after chunk, each with its checksum; the last message has the results, and a
+        stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
+        nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
+        CALL_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
+        an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
+        slowly is told LOST and the stream ends: nothing waits for a watcher. Where the server has tenants, one sees its own salts
+        only, unless it may call AdminService/ListSpaces. At the limit of watchers: RESOURCE_EXHAUSTED, CALL_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvCacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +206,16 @@ def add_KvCacheServiceServicer_to_server(servicer, server):
                     servicer.Fence,
                     request_deserializer=kvgrpc_dot_v1_dot_cache__pb2.FenceRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_cache__pb2.FenceResponse.SerializeToString,
+            ),
+            'ReadChunks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadChunks,
+                    request_deserializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvgrpc_dot_v1_dot_cache__pb2.WatchRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_cache__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -369,6 +410,60 @@ class KvCacheService(object):
             '/kvgrpc.v1.KvCacheService/Fence',
             kvgrpc_dot_v1_dot_cache__pb2.FenceRequest.SerializeToString,
             kvgrpc_dot_v1_dot_cache__pb2.FenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvgrpc.v1.KvCacheService/ReadChunks',
+            kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvgrpc.v1.KvCacheService/Watch',
+            kvgrpc_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_cache__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

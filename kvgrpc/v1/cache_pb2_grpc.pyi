@@ -68,6 +68,19 @@ class KvCacheServiceStub:
     """Revokes Store and Retrieve calls of this client and answers when each has ended or will never start; then the client may
     reuse their blocks. A call_id that has not arrived yet is refused when it does (ABORTED, CALL_REVOKED).
     """
+    ReadChunks: _grpc.UnaryStreamMultiCallable[_cache_pb2.ReadChunksRequest, _cache_pb2.ReadChunksResponse]
+    """Reads whole chunks of a looked-up prefix as bytes, for clients that share no memory. Same lease, reader and job as Retrieve, and it
+    ends a read as that does. Parts come in order, chunk after chunk, each with its checksum; the last message has the results, and a
+    stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
+    nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
+    CALL_LIMIT.
+    """
+    Watch: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]
+    """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
+    an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
+    slowly is told LOST and the stream ends: nothing waits for a watcher. Where the server has tenants, one sees its own salts
+    only, unless it may call AdminService/ListSpaces. At the limit of watchers: RESOURCE_EXHAUSTED, CALL_LIMIT.
+    """
 
 @_typing.type_check_only
 class KvCacheServiceAsyncStub(KvCacheServiceStub):
@@ -105,6 +118,19 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     Fence: _aio.UnaryUnaryMultiCallable[_cache_pb2.FenceRequest, _cache_pb2.FenceResponse]  # type: ignore[assignment]
     """Revokes Store and Retrieve calls of this client and answers when each has ended or will never start; then the client may
     reuse their blocks. A call_id that has not arrived yet is refused when it does (ABORTED, CALL_REVOKED).
+    """
+    ReadChunks: _aio.UnaryStreamMultiCallable[_cache_pb2.ReadChunksRequest, _cache_pb2.ReadChunksResponse]  # type: ignore[assignment]
+    """Reads whole chunks of a looked-up prefix as bytes, for clients that share no memory. Same lease, reader and job as Retrieve, and it
+    ends a read as that does. Parts come in order, chunk after chunk, each with its checksum; the last message has the results, and a
+    stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
+    nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
+    CALL_LIMIT.
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]  # type: ignore[assignment]
+    """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
+    an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
+    slowly is told LOST and the stream ends: nothing waits for a watcher. Where the server has tenants, one sees its own salts
+    only, unless it may call AdminService/ListSpaces. At the limit of watchers: RESOURCE_EXHAUSTED, CALL_LIMIT.
     """
 
 class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -182,6 +208,31 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cache_pb2.FenceResponse, _abc.Awaitable[_cache_pb2.FenceResponse]]:
         """Revokes Store and Retrieve calls of this client and answers when each has ended or will never start; then the client may
         reuse their blocks. A call_id that has not arrived yet is refused when it does (ABORTED, CALL_REVOKED).
+        """
+
+    @_abc_1.abstractmethod
+    def ReadChunks(
+        self,
+        request: _cache_pb2.ReadChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_pb2.ReadChunksResponse], _abc.AsyncIterator[_cache_pb2.ReadChunksResponse]]:
+        """Reads whole chunks of a looked-up prefix as bytes, for clients that share no memory. Same lease, reader and job as Retrieve, and it
+        ends a read as that does. Parts come in order, chunk after chunk, each with its checksum; the last message has the results, and a
+        stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
+        nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
+        CALL_LIMIT.
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _cache_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_pb2.WatchResponse], _abc.AsyncIterator[_cache_pb2.WatchResponse]]:
+        """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
+        an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
+        slowly is told LOST and the stream ends: nothing waits for a watcher. Where the server has tenants, one sees its own salts
+        only, unless it may call AdminService/ListSpaces. At the limit of watchers: RESOURCE_EXHAUSTED, CALL_LIMIT.
         """
 
 def add_KvCacheServiceServicer_to_server(servicer: KvCacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

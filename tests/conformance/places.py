@@ -138,6 +138,18 @@ async def _each(stream: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     finally:
         await asyncio.to_thread(stream.close)
 
+    async def read_chunks(self, request: api.ReadChunksRequest) -> AsyncGenerator[api.ReadChunksAnswer, None]:
+        for answer in await asyncio.to_thread(lambda: list(self._client.read_chunks(request))):
+            yield answer
+
+    async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
+        stream = self._client.watch(request)
+        try:
+            while (event := await asyncio.to_thread(next, stream, None)) is not None:
+                yield event
+        finally:
+            await asyncio.to_thread(stream.close)
+
 
 @asynccontextmanager
 async def blocking(address: str) -> AsyncIterator[Place]:

@@ -12,7 +12,18 @@ import pytest
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Ended, Policy, PrefetchStatus, Reader, Role, SpaceRef, TokenRange
+from kvgrpc.core.keys import chunk_keys, space_digest
+from kvgrpc.core.types import (
+    ChunkOutcome,
+    ChunkResult,
+    Ended,
+    Policy,
+    PrefetchStatus,
+    Reader,
+    Role,
+    SpaceRef,
+    TokenRange,
+)
 from kvgrpc.transfer.host import host_id
 from tests.conformance.engine import BLOCK, NUM_BLOCKS, Engine, refused, tokens
 from tests.conformance.places import CHUNK, Place
@@ -346,3 +357,34 @@ async def test_bad_lookups_and_loads_change_nothing(engine: Engine) -> None:
     assert await engine.retrieve(job_id, TokenRange(0, 32)) == [(0, 2, "LOADED", "")]
     past = await engine.retrieve((await engine.lookup(tokens(2), "past")).job_id, TokenRange(0, 48))
     assert past == [(0, 2, "LOADED", ""), (2, 1, "MISSING", "")]
+
+
+# ---- watching -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_stored_and_cleared_is_told_to_watchers(engine: Engine) -> None:
+    watching: Any = engine.place.client(f"router-{engine.name}").watch(api.WatchRequest(engine.space.space_base))
+    started = await anext(watching)
+    assert (started.sequence, started.kind, started.chunk_tokens) == (1, api.WatchKind.STARTED, CHUNK)
+    prompt = tokens(2, first=secrets.randbelow(1 << 30))
+    await engine.store(prompt)
+    stored = await anext(watching)
+    keys = chunk_keys(space_digest(engine.space), prompt.data, CHUNK)
+    assert (stored.sequence, stored.kind, stored.tier) == (2, api.WatchKind.STORED, "l1")
+    assert (stored.space, stored.keys) == (space_digest(engine.space), tuple(keys))
+    await watching.aclose()
+
+
+async def test_what_was_stored_is_read_as_bytes(engine: Engine) -> None:
+    prompt = tokens(2, first=secrets.randbelow(1 << 30))
+    blocks, each = engine.blocks(prompt.num_tokens), CHUNK // BLOCK
+    engine.image.write(blocks)
+    await engine.worker.store(engine.store_request(prompt, blocks))
+    answer = await engine.lookup(prompt, secrets.token_hex(8))
+    asked = api.ReadChunksRequest(engine.engine_id, answer.job_id, Reader(0, 0), TokenRange(0, 2 * CHUNK))
+    reading: Any = engine.scheduler.read_chunks(asked)
+    answers = [one async for one in reading]
+    objects = [engine.image.object_bytes(blocks[at : at + each]) for at in (0, each)]
+    assert [one.data for one in answers[:-1]] == objects
+    assert [(one.chunk, one.offset) for one in answers[:-1]] == [(0, 0), (1, 0)]
+    assert answers[-1] == (ChunkResult(0, 2, ChunkOutcome.LOADED),)

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from kvgrpc.api import ClearTarget, FreeRequest, Hello
-from kvgrpc.core.types import Role
+from kvgrpc.api import ClearTarget, FreeRequest, Hello, ReadChunksRequest
+from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
-from kvgrpc.v1 import admin_pb2
-from kvgrpc.wire import admin, cache, engine
+from kvgrpc.v1 import admin_pb2, cache_pb2
+from kvgrpc.wire import admin, cache, engine, streams
 from tests.e2e.harness import BLOCK, CHUNK, Engine, LocalServer, outcomes, tokens_of
 from tests.fuzz.messages import metadata, spoiled
 
@@ -43,6 +43,10 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{CACHE_SERVICE}/FreeLookupLocks": cache.encode_free_request(FreeRequest(one.engine_id, job_id, 1)),
         f"/{CACHE_SERVICE}/EndRequest": cache.encode_end_request(one.engine_id, "r"),
         f"/{CACHE_SERVICE}/Fence": cache.encode_fence_request(one.engine_id, [1, 2]),
+        f"/{CACHE_SERVICE}/ReadChunks": streams.encode_read_request(
+            ReadChunksRequest(one.engine_id, job_id, Reader(0, 0), TokenRange(0, 3 * CHUNK))
+        ),
+        f"/{CACHE_SERVICE}/Watch": cache_pb2.WatchRequest(space_base=one.space.space_base, snapshot=True),
         f"/{ENGINE_SERVICE}/Handshake": engine.encode_handshake_request(Hello(identity=one.identity)),
         f"/{ENGINE_SERVICE}/Attach": engine.encode_attach_request(one.engine_id, Role.WORKER, secrets.token_bytes(16)),
         f"/{ENGINE_SERVICE}/RegisterKvCache": engine.encode_register_request(one.registration()),
@@ -63,7 +67,7 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
 
 async def send(channel: Any, path: str, data: bytes, sent: Any) -> grpc.StatusCode:
     """How the server ended the call. A call that it still answers after a while is cancelled."""
-    if path.endswith(("/Attach", "/RecordTrace")):
+    if path.endswith(("/Attach", "/Watch", "/ReadChunks", "/RecordTrace")):
         stream: Any = channel.unary_stream(path)(data, metadata=sent, timeout=ANSWER_S)
         try:
             await asyncio.wait_for(stream.read(), ANSWER_S)

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Role
+from kvgrpc.core.keys import space_digest
+from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.access import AccessError, read_access, token_hash
-from kvgrpc.service.calls import ADMIN_SERVICE, RULES
+from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, RULES
 from tests.e2e.harness import BLOCK, CHUNK, Engine, outcomes, tokens_of
 from tests.security.guarded import Authority, Guarded, guarded, new_token, write_access
 
@@ -100,19 +102,24 @@ async def test_an_engine_of_a_tenant_works(tenants: Tenants):
 async def test_roles(tenants: Tenants):
     """What each may call, over every method of the contract."""
     async with guarded("--access", str(tenants.file)) as server:
+        watch = f"/{CACHE_SERVICE}/Watch"
         for name, allowed in (
             ("red", {path for path in RULES if ADMIN_SERVICE not in path}),
             (
                 "viewer",
-                {f"/{ADMIN_SERVICE}/{reads}" for reads in ("GetStatus", "ListEngines", "ListSpaces", "Inspect")},
+                {
+                    *(f"/{ADMIN_SERVICE}/{reads}" for reads in ("GetStatus", "ListEngines", "ListSpaces", "Inspect")),
+                    watch,
+                },
             ),
-            ("operator", {path for path in RULES if ADMIN_SERVICE in path}),
+            ("operator", {path for path in RULES if ADMIN_SERVICE in path or path == watch}),
         ):
             client = tenants.client(server, name)
             channel = client._stubs().channel
             for path in RULES:
-                method = channel.unary_stream(path) if path.endswith("/Attach") else channel.unary_unary(path)
-                call: Any = method(b"", metadata=client._metadata, timeout=10)
+                streams = path.endswith(("/Attach", "/ReadChunks", "/Watch"))
+                method = channel.unary_stream(path) if streams else channel.unary_unary(path)
+                call: Any = method(b"", metadata=client._metadata, timeout=1 if path == watch else 10)
                 code = (await call.code()).name
                 assert (code != "PERMISSION_DENIED") is (path in allowed), (name, path, code)
                 assert code != "UNAUTHENTICATED"
@@ -288,3 +295,34 @@ def test_single_methods_can_be_allowed(tmp_path: Path):
     file = tmp_path / "access.json"
     write_access(file, a={"tokens": [HASH], "may": ["KvCacheService/Lookup"]})
     assert read_access(file).by_token[HASH].methods == {"/kvgrpc.v1.KvCacheService/Lookup"}
+
+
+async def test_a_tenant_is_told_of_its_own_salts_only(tenants: Tenants) -> None:
+    async with guarded("--access", str(tenants.file)) as server:
+        red, blue = await tenants.engine(server, "red"), await tenants.engine(server, "blue")
+        own = tenants.client(server, "red", "router").watch(api.WatchRequest())
+        every = tenants.client(server, "viewer", "router").watch(api.WatchRequest())
+        stolen = tenants.client(server, "red", "thief").watch(api.WatchRequest(cache_salts=frozenset({"blue"})))
+        for stream in (own, every):
+            await anext(stream)
+        assert await reason_of(anext(stolen)) is Reason.NOT_ALLOWED
+        await blue.store(PROMPT, BLOCKS)
+        await red.store(PROMPT, BLOCKS)
+        told = await anext(own)
+        assert (told.sequence, told.space) == (2, space_digest(red.space)), "nothing of blue came before it"
+        assert [(await anext(every)).space for _ in range(2)] == [space_digest(blue.space), space_digest(red.space)]
+        for stream in (own, every):
+            await stream.aclose()
+
+
+async def test_a_tenant_reads_bytes_of_its_own_lookups_only(tenants: Tenants) -> None:
+    async with guarded("--access", str(tenants.file)) as server:
+        red, blue = await tenants.engine(server, "red"), await tenants.engine(server, "blue")
+        await red.store(PROMPT, BLOCKS)
+        job_id = (await red.lookup(PROMPT)).job_id
+        asked = api.ReadChunksRequest(red.engine_id, job_id, Reader(0, 0), TokenRange(0, 2 * CHUNK))
+        assert await reason_of(blue.scheduler.read_objects(asked)) is Reason.ENGINE_UNKNOWN
+        theirs = replace(asked, engine_id=blue.engine_id)
+        assert await reason_of(blue.scheduler.read_objects(theirs)) is Reason.JOB_UNKNOWN
+        found, _ = await red.scheduler.read_objects(asked)
+        assert found[1] == red.image.object_bytes(BLOCKS[CHUNK // BLOCK :])
