@@ -130,6 +130,13 @@ def test_flags_in_pages_exist() -> None:
     assert named - known == set()
 
 
+def test_series_in_pages_exist() -> None:
+    known = set(re.findall(r"`(kvgrpc_[a-z_]+)`", (ROOT / "docs/telemetry.md").read_text()))
+    named = {name for page in PAGES for name in re.findall(r"`(kvgrpc_[a-z_]+)(?:\{[^`]*)?`", page.read_text())}
+    assert len(named) > 10
+    assert named - known == set()
+
+
 def test_every_reason_has_an_entry_in_order() -> None:
     described = re.findall(r"^\| ([A-Z_]+) \| .+ \|$", TROUBLE, re.MULTILINE)
     assert sorted(described) == sorted(reason.value for reason in REASON_CODES)
