@@ -15,6 +15,8 @@ SECONDS ?= 1800
 CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tests/*.hpp))
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
+include examples/examples.mk
+
 .DEFAULT_GOAL := help
 .PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
 
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore]'
 	@touch $@
 
 # $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
@@ -87,7 +89,7 @@ $(PROMTOOL): tests/deploy/fetch_prometheus.py | $(STAMP)
 	$(PY) -m tests.deploy.fetch_prometheus $(@D)
 	@touch $@
 
-test: lint $(HELMS) $(PROMTOOL) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+test: lint $(HELMS) $(PROMTOOL) $(BUILT) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)

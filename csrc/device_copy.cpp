@@ -59,18 +59,6 @@ bool has_repeats(const Slice& slice) {
     return false;
 }
 
-void append(std::vector<Run>& runs, const Run& run, const std::byte* arena, std::uint64_t part_bytes) {
-    Run rest = run;
-    while (rest.length > 0) {
-        const auto inside = static_cast<std::uint64_t>(rest.arena - arena) % part_bytes;
-        const std::uint64_t length = std::min(rest.length, part_bytes - inside);
-        runs.push_back({rest.engine, rest.arena, length});
-        rest.engine += length;
-        rest.arena += length;
-        rest.length -= length;
-    }
-}
-
 }  // namespace
 
 DeviceMapping::DeviceMapping(std::shared_ptr<const Card> card, Paging paging, Mode mode)
@@ -156,17 +144,23 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
         return engines ? belt.engines->get() : belt.kernels->get();
     };
     Plan plan(mapping.paging(), arena_, slice, direction, whole_runs());
+    const Parts parts{arena_, part_bytes_};
     Round round;
     std::vector<Run> runs;
+    std::vector<Grid> grids;
     try {
         for (int rounds = 1; plan.next(round); ++rounds) {
             runs.clear();
-            for (const Run& run : round.runs) append(runs, run, arena_, part_bytes_);
+            grids.clear();
             if (by_kernel) {
+                cut_runs(round, parts, runs);
                 launch_kernels(*flight, runs, direction, mapping.mode() == Mode::staged);
             } else if (in_order) {
+                cut_runs(round, parts, runs);
                 launch_in_order(*flight, stream, runs, direction);
             } else {
+                find_grids(round, parts, grids, runs);
+                launch_grids(*flight, stream, grids, direction);
                 launch_dma(*flight, stream, runs, direction);
             }
             if (rounds % rounds_in_flight == 0) KVGRPC_CUDA(cuStreamSynchronize, last_stream());
@@ -208,6 +202,31 @@ void DeviceCopier::launch_dma(Flight& flight, cuda::Stream stream, std::span<con
     flight.begun_ = true;
     KVGRPC_CUDA(cuMemcpyBatchAsync, (store ? arena : engine).data(), (store ? engine : arena).data(), sizes.data(),
                 runs.size(), &attributes, &first, 1, &failed, stream);
+}
+
+void DeviceCopier::launch_grids(Flight& flight, cuda::Stream stream, std::span<const Grid> grids, Direction direction) {
+    for (const Grid& grid : grids) {
+        cuda::Copy2D copy{};
+        copy.width_bytes = grid.width;
+        copy.height = grid.rows;
+        if (direction == Direction::store) {
+            copy.source_type = cuda::device_memory;
+            copy.source_device = address(grid.engine);
+            copy.source_pitch = grid.engine_pitch;
+            copy.target_type = cuda::host_memory;
+            copy.target_host = grid.arena;
+            copy.target_pitch = grid.arena_pitch;
+        } else {
+            copy.source_type = cuda::host_memory;
+            copy.source_host = grid.arena;
+            copy.source_pitch = grid.arena_pitch;
+            copy.target_type = cuda::device_memory;
+            copy.target_device = address(grid.engine);
+            copy.target_pitch = grid.engine_pitch;
+        }
+        flight.begun_ = true;
+        KVGRPC_CUDA(cuMemcpy2DAsync_v2, &copy, stream);
+    }
 }
 
 void DeviceCopier::launch_in_order(Flight& flight, cuda::Stream stream, std::span<const Run> runs,

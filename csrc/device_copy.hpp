@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "card.hpp"
+#include "grid.hpp"
 #include "host_copy.hpp"
 #include "layout.hpp"
 #include "plan.hpp"
@@ -135,6 +136,7 @@ class DeviceCopier {
     };
 
     void launch_dma(Flight& flight, cuda::Stream stream, std::span<const Run> runs, Direction direction);
+    void launch_grids(Flight& flight, cuda::Stream stream, std::span<const Grid> grids, Direction direction);
     void launch_in_order(Flight& flight, cuda::Stream stream, std::span<const Run> runs, Direction direction);
     void launch_kernels(Flight& flight, std::span<const Run> runs, Direction direction, bool staged);
     void launch_step(Flight& flight, Belt& belt, std::span<const Unit> units, std::span<const Stretch> stretches,

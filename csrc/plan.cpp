@@ -98,6 +98,7 @@ Plan::Plan(const Paging& paging, std::byte* arena, const Slice& slice, Direction
 
 bool Plan::next(Round& round) {
     round.runs.clear();
+    round.rows.clear();
     round.units.clear();
     round.segments.clear();
     round.needs.clear();
@@ -159,6 +160,7 @@ void Plan::add_row(Round& round) {
     const std::uint64_t base = window.offset + entry.base + row_ / entry.planes * entry.layer_stride +
                                row_ % entry.planes * entry.plane_stride;
     const Region& region = paging_.regions()[window.file];
+    round.rows.push_back({round.runs.size(), window.file});
     std::uint64_t reach = 0;
     std::uint64_t begin = row_start_ + blocks.first * entry.run_bytes;
     for (const std::int64_t id : blocks.ids) {

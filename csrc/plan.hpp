@@ -66,8 +66,16 @@ struct Segment {
     std::uint32_t needs;
 };
 
+// The runs of all blocks in one layer and plane, which lie in one file: those up to the next row's first. One that goes
+// on where the row before it ended may be part of that one's last run.
+struct Row {
+    std::size_t first_run;
+    std::uint32_t file;
+};
+
 struct Round {
     std::vector<Run> runs;
+    std::vector<Row> rows;
     std::vector<Unit> units;
     std::vector<Segment> segments;
     std::vector<Need> needs;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvgrpc import __version__
 from kvgrpc.config.memory import choose_l1_size
-from kvgrpc.config.settings import Settings
+from kvgrpc.config.settings import Settings, SettingsError
 from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus
@@ -33,7 +33,8 @@ from kvgrpc.telemetry.series import Sources
 from kvgrpc.tiers.base import Tier
 from kvgrpc.tiers.disk import DiskTier
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
-from kvgrpc.tiers.version_file import begin, new_step, save
+from kvgrpc.tiers.version_file import new_step
+from kvgrpc.tiers.versions import VersionPlace, begin_both, save_both
 from kvgrpc.transfer.arena import PART_BYTES, Arena
 from kvgrpc.transfer.base import Mover
 from kvgrpc.transfer.cards import Cards, nvidia_devices
@@ -95,16 +96,40 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
-def make_tiers(settings: Settings) -> tuple[dict[str, Tier], Path | None]:
-    """The lower tiers, in the order to ask them, and the file of versions if any of them outlives the server."""
-    tiers: dict[str, Tier] = {}
+@dataclass(frozen=True, slots=True)
+class LowerTiers:
+    """The lower tiers, in the order to ask them, and where versions of spaces outlive the server, if any of them does:
+    in a place that servers share, in a file beside the disk tier, or in both."""
+
+    tiers: dict[str, Tier]
+    shared: VersionPlace | None
+    path: Path | None
+
+    @property
+    def outlive(self) -> bool:
+        return self.shared is not None or self.path is not None
+
+
+def make_tiers(settings: Settings) -> LowerTiers:
+    """Raises SettingsError: what a tier needs is not installed."""
+    found: list[Tier] = []
+    shared: VersionPlace | None = None
     path: Path | None = None
+    guard = GuardSettings(deadline_s=settings.tier_deadline_ms / 1000)
     if settings.disk_path is not None and settings.disk_size is not None:
         disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
         disk.start()
-        tiers[disk.name] = Guarded(disk, GuardSettings(deadline_s=settings.tier_deadline_ms / 1000))
+        found.append(disk)
         path = settings.disk_path / "versions.json"
-    return tiers, path
+    if settings.object_store_url is not None:
+        try:
+            from kvgrpc.tiers.objectstore import ObjectStoreTier, ObjectStoreVersions  # an extra
+        except ImportError as error:
+            text = f"--object-store-url needs obstore ({error}): pip install 'kvgrpc[objectstore]'"
+            raise SettingsError(text) from error
+        found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s))
+        shared = ObjectStoreVersions(settings.object_store_url)
+    return LowerTiers({tier.name: Guarded(tier, guard) for tier in found}, shared, path)
 
 
 class Shown:
@@ -148,9 +173,9 @@ def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
         book.set_quota(cache_salt, size_bytes)
 
 
-def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], versions_path: Path | None) -> Bookkeeper:
-    versions, step = (NO_VERSIONS, 1) if versions_path is None else (begin(versions_path), new_step())
-    book = Bookkeeper(settings.core_limits(), arena_bytes, tiers, versions, step)
+def make_book(settings: Settings, arena_bytes: int, lower: LowerTiers) -> Bookkeeper:
+    versions, step = (begin_both(lower.shared, lower.path), new_step()) if lower.outlive else (NO_VERSIONS, 1)
+    book = Bookkeeper(settings.core_limits(), arena_bytes, tuple(lower.tiers), versions, step)
     for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
         book.set_write_policy(model, policy)
     set_quotas(book, dict(settings.quota))
@@ -191,15 +216,15 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
-    tiers, versions_path = make_tiers(settings)
-    book = make_book(settings, arena.ready_bytes, tuple(tiers), versions_path)
+    lower = make_tiers(settings)
+    book = make_book(settings, arena.ready_bytes, lower)
     hands = Hands(
         mover=make_mover(settings, arena, cards),
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
-        tiers=tiers,
-        save_versions=None if versions_path is None else partial(save, versions_path),
+        tiers=lower.tiers,
+        save_versions=partial(save_both, lower.shared, lower.path) if lower.outlive else None,
         flush_s=settings.flush_ms / 1000,
     )
     facts = ServerFacts(__version__, host_id(), settings.message_size)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -100,25 +100,32 @@ class Bench:
         async with sharing(self.address, shared, paging.identity()) as worker:
             yield worker
 
-    async def empty_call(self, times: int) -> float:
-        """Seconds of a call that does nothing: the median."""
+    @asynccontextmanager
+    async def empty_call(self) -> AsyncGenerator[Callable[[], Awaitable[float]], None]:
+        """Seconds of a call that does nothing, at each call of this."""
         channel = open_channel(parse_address(self.address), ChannelOptions())
         call = cast("Any", channel).unary_unary(EMPTY_CALL)
-        took: list[float] = []
-        for _ in range(times):
+
+        async def timed() -> float:
             began = time.perf_counter()
             await call(b"")
-            took.append(time.perf_counter() - began)
-        await channel.close()
-        return sorted(took)[times // 2]
+            return time.perf_counter() - began
+
+        await timed()
+        try:
+            yield timed
+        finally:
+            await channel.close()
 
     async def rates(self, case: Case, repetitions: int) -> dict[str, list[float]]:
-        """GB/s of store and retrieve by name, and of the ceiling each way; the first round is not counted."""
+        """GB/s of store and retrieve by name, and of the ceiling each way; seconds of empty calls, each after a copy as
+        the others are. The first round is not counted."""
         ids = list(range(case.paging.num_blocks)) if case.consecutive else shuffled(case.paging.num_blocks)
         mine, other = ids[: case.blocks], ids[-case.blocks :]
         found: dict[str, list[float]] = {name: [] for name in ("store", "retrieve", "store top", "retrieve top")}
+        empty: list[float] = []
         with self.card.memory(max(case.paging.size_bytes, CEILING_BYTES)) as pointer:
-            async with self.worker(case.paging, pointer) as worker:
+            async with self.worker(case.paging, pointer) as worker, self.empty_call() as empty_call:
                 for _ in range(repetitions + 1):
                     tokens = fresh(case.blocks * case.paging.block_size)
                     for name, took, size in (
@@ -128,7 +135,9 @@ class Bench:
                         ("retrieve", await worker.retrieve(tokens, other), case.size_bytes),
                     ):
                         found[name].append(size / took / 1e9)
-        return {name: values[1:] for name, values in found.items()}
+                    self.card.copy(pointer, (STORE,))
+                    empty.append(await empty_call())
+        return {name: values[1:] for name, values in (*found.items(), ("empty", empty))}
 
 
 def fresh(count: int) -> api.Tokens:
@@ -149,16 +158,18 @@ def gpu_copies(effort: Effort) -> list[Figure]:
 async def _copies(bench: Bench, effort: Effort) -> list[Figure]:
     figures: list[Figure] = []
     tops: dict[str, list[float]] = {"store": [], "retrieve": []}
-    empty_s = await bench.empty_call(effort.calls)
+    empty: list[float] = []
     for case in (*CASES, *SIZES):
         found = await bench.rates(case, effort.repetitions)
+        empty += found["empty"]
         for at, way in enumerate(("store", "retrieve")):
             rates, top = found[way], found[f"{way} top"]
             tops[way] += top
             figures.append(figure(f"gpu/{way} {case.name}", rates, "GB/s"))
             if case.name == "2M runs 32MiB":
-                size = case.size_bytes / 1e9
-                floor = [(size / most + empty_s) / (size / rate) for most, rate in zip(top, rates, strict=True)]
+                size = case.size_bytes
+                turns = zip(top, rates, found["empty"], strict=True)
+                floor = [(size / most / 1e9 + idle_s) / (size / rate / 1e9) for most, rate, idle_s in turns]
                 name = f"gpu/{way} {case.name} ratio"
                 figures.append(figure(name, floor, "ratio", of="ceiling and an empty call", goal=">= 0.85"))
             elif case.goals is not None:
@@ -167,7 +178,7 @@ async def _copies(bench: Bench, effort: Effort) -> list[Figure]:
                     figure(f"gpu/{way} {case.name} ratio", per(rates, top), "ratio", of="ceiling", goal=goal)
                 )
     figures += [figure(f"gpu/ceiling {way}", rates, "GB/s") for way, rates in tops.items()]
-    figures.append(figure("gpu/empty call", [empty_s * 1e6], "us"))
+    figures.append(figure("gpu/empty call", [took * 1e6 for took in empty], "us"))
     return figures + await _both_ways(bench, effort)
 
 
@@ -267,18 +278,20 @@ def gpu_beside(effort: Effort) -> list[Figure]:
     """What a computing engine loses while another process's blocks are copied, and what the copies reach then."""
     card = CardEngine()
     figures: list[Figure] = []
+    long, short = Case("", BLOCKS_FIRST, 2 * GIB, None), Case(" 8K runs", RANK, GIB, None)
     with running("kvgrpc.bench.compute") as computing:
         answer(computing)
         for mode in MODES:
             with server("--copy-mode", mode) as found:
                 bench = Bench(card, found.address)
-                for kind in GOALS:
-                    figures += asyncio.run(_beside(bench, computing, mode, kind, 2 if effort.repetitions > 2 else 1))
+                for case in (long, short) if mode != "direct" else (long,):
+                    for kind in GOALS:
+                        times = 2 if effort.repetitions > 2 else 1
+                        figures += asyncio.run(_beside(bench, computing, mode, kind, case, times))
     return figures
 
 
-async def _beside(bench: Bench, computing: Any, mode: str, kind: str, times: int) -> list[Figure]:
-    case = Case("", BLOCKS_FIRST, 2 * GIB, None)
+async def _beside(bench: Bench, computing: Any, mode: str, kind: str, case: Case, times: int) -> list[Figure]:
     ids = shuffled(case.paging.num_blocks)
     tokens = fresh(case.blocks * 16)
     shares: dict[str, list[float]] = {"store": [], "retrieve": []}
@@ -302,11 +315,12 @@ async def _beside(bench: Bench, computing: Any, mode: str, kind: str, times: int
                     shares[way].append(float(rounds.result()) / alone)
     figures: list[Figure] = []
     for way, direction in (("store", STORE), ("retrieve", RETRIEVE)):
+        named = f"{mode} {way}{case.name}"
         goal = GOALS[kind] if mode == "dma" else None
-        figures.append(figure(f"gpu/{kind} kernels beside {mode} {way}", shares[way], "ratio", of="alone", goal=goal))
-        goal = ">= 0.9" if mode == "dma" and kind == "large" else None
+        figures.append(figure(f"gpu/{kind} kernels beside {named}", shares[way], "ratio", of="alone", goal=goal))
+        goal = ">= 0.9" if mode == "dma" and kind == "large" and not case.name else None
         beside = [rate / tops[direction] for rate in rates[way]]
-        figures.append(figure(f"gpu/{mode} {way} beside {kind} kernels", beside, "ratio", of="ceiling", goal=goal))
+        figures.append(figure(f"gpu/{named} beside {kind} kernels", beside, "ratio", of="ceiling", goal=goal))
     return figures
 
 

@@ -2,15 +2,23 @@
 """The background thread of a blocking client: one event loop that owns the channel and all that hangs on it.
 
 Thread rule: ``run``, ``submit``, ``post`` and ``stop`` may be called from any thread but the loop's own; everything
-that they are given runs on the loop's thread, and nothing else touches what lives there. What was handed over before
-``stop`` has begun is begun, and then cancelled; what comes later is refused. So nobody waits for what never runs.
+that they are given runs on the loop's thread, in the order in which it was handed over, and nothing else touches what
+lives there. What was handed over before ``stop`` has begun is begun, and then cancelled; what comes later is refused.
+So nobody waits for what never runs.
+
+``post`` costs its caller, an engine's main thread, a few microseconds. To wake an event loop is a system call that
+gives the interpreter lock away, and the caller would have it back when the loop has done its work, or after the
+interpreter's switch interval. So a second thread wakes the loop, as soon as the caller waits for something by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
@@ -30,6 +38,8 @@ class LoopThread:
         self._pid = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._posted: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._lock = threading.RLock()  # a finalizer may call in while its thread holds it
         self._stopped = False
 
@@ -38,7 +48,9 @@ class LoopThread:
         try:
             self.check_process()
             with self._lock:
-                return asyncio.run_coroutine_threadsafe(work, self._running())
+                loop = self._running()
+                loop.call_soon_threadsafe(self._do_posted)
+                return asyncio.run_coroutine_threadsafe(work, loop)
         except RuntimeError:
             work.close()
             raise
@@ -62,10 +74,12 @@ class LoopThread:
             future.cancel()
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
-        """Calls a function on the loop's thread, in the order of the posts."""
+        """Calls a function on the loop's thread, in the order of the posts. Does not wake it: see above."""
         self.check_process()
         with self._lock:
-            self._running().call_soon_threadsafe(callback, *args)
+            self._running()
+            self._posted.append((callback, args))
+            self._bell.put(True)
 
     def check(self) -> None:
         """Raises ForkedProcessError in a forked child, RuntimeError after stop."""
@@ -93,7 +107,8 @@ class LoopThread:
             self._loop = self._thread = None
             if loop is None or thread is None:
                 return
-            loop.call_soon_threadsafe(loop.stop)
+            self._bell.put(False)
+            loop.call_soon_threadsafe(self._end, loop)
         thread.join(STOP_S)
 
     def check_process(self) -> None:
@@ -118,7 +133,24 @@ class LoopThread:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
+            ringing = threading.Thread(target=self._ring, args=(self._loop,), name=f"{self._name}-bell", daemon=True)
+            ringing.start()
         return self._loop
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._bell.get():
+            with contextlib.suppress(RuntimeError):  # it has been stopped, and had done what was posted
+                loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._posted:
+            callback, args = self._posted.popleft()
+            loop.call_soon(callback, *args)
+
+    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._do_posted()
+        loop.call_soon(loop.stop)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)

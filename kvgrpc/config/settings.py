@@ -26,6 +26,7 @@ from kvgrpc.config.values import (
     parse_policies,
     parse_quotas,
     parse_size,
+    parse_store_url,
     split_address,
     split_list,
 )
@@ -52,6 +53,7 @@ Policies = Annotated[dict[str, WritePolicy], NoDecode, BeforeValidator(parse_pol
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
 OwnAddress = Annotated[str, BeforeValidator(parse_own_address)]
 Collector = Annotated[str, BeforeValidator(parse_collector)]
+StoreUrl = Annotated[str, BeforeValidator(parse_store_url)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 THREADS_MOST = 256
@@ -126,6 +128,9 @@ class Settings(BaseSettings):
     )
     disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
     disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")
+    object_store_url: StoreUrl | None = _doc(
+        None, "s3://, gs://, az:// or file:// URL for objects below L1, shared by all servers of it; keys: environment"
+    )
     write_policy: WritePolicy = _doc(WritePolicy.THROUGH, "what is copied down: through, eviction, second-use or none")
     write_policy_of: Policies = Field(default_factory=dict[str, WritePolicy], description="MODEL=POLICY: for one model")
     write_share: Share = _doc(_LIMITS.write_share, "share of L1 that may be on its way into a tier")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from ipaddress import ip_address
 from typing import cast
+from urllib.parse import urlsplit
 
 from kvgrpc.core.types import MIB
 
@@ -27,6 +28,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_STORES = ("s3", "gs", "az", "file")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*", re.IGNORECASE)
 
 
@@ -107,6 +109,20 @@ def parse_collector(value: object) -> object:
     if isinstance(value, str) and value and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
         raise ValueError(f"{value!r} is not the address of a collector, for example http://127.0.0.1:4318")
     return value
+
+
+def parse_store_url(value: object) -> object:
+    """The place of an object store; who may use it is said elsewhere."""
+    if not isinstance(value, str):
+        return value
+    parts = urlsplit(value)
+    if parts.scheme not in _STORES or not (parts.netloc or parts.path.strip("/")):
+        raise ValueError("not the URL of an object store, for example s3://bucket/prefix or file:///srv/objects")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("keys do not belong into the URL, where others see them; give them in the environment")
+    if parts.scheme == "file" and parts.netloc:
+        raise ValueError("a file URL has three slashes, for example file:///srv/objects")
+    return value.rstrip("/")
 
 
 def split_address(address: str) -> tuple[str, int]:

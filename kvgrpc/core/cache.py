@@ -302,11 +302,12 @@ class Bookkeeper:
         self._settle_client(client)
         self.calls.advance(now, client)
 
-    def plan_ahead(self, now: int, client_id: str) -> None:
-        """The client's slices have been handed over: what comes behind them is planned while they are copied."""
+    def plan_ahead(self, now: int, client_id: str, most: int = SLICES_AHEAD) -> None:
+        """The client's slices have been handed over: what comes behind them is planned while they are copied, until
+        ``most`` are in flight."""
         client = self.sessions.clients.get(client_id)
         if client is not None:
-            self.calls.advance(now, client, SLICES_AHEAD)
+            self.calls.advance(now, client, most)
 
     def probe_done(self, now: int, probe_id: int, found: Sequence[str]) -> None:
         """The tiers have answered, a tier's name or "" for each object."""

@@ -2,8 +2,8 @@
 """Store and Retrieve calls: their records, their order, their end.
 
 Theory of operation. From call to answer the named blocks belong to the server. A call is queued at its client; one
-slice a client is in flight at a time, and one more of the same call, or of a Retrieve that goes before it, planned
-while that one is copied; what a call has left is planned only when its turn comes. Between two slices a waiting
+slice a client is in flight at a time, and one or two more of the same call, or of a Retrieve that goes before it,
+planned while that one is copied; what a call has left is planned only when its turn comes. Between two slices a waiting
 Retrieve goes before Stores whose blocks it does not touch. A call ends when nothing of it is left, at its first
 failure, or when it is revoked: at once if no slice of it is in flight, else when its last one is reported. Its record
 stays, so that a repeat joins it or gets its result; a fenced id that has not arrived is recorded, too, and refused when
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvgrpc.core.sessions import Client
 
 REVOKED = "REVOKED"
-SLICES_AHEAD = 2
+SLICES_AHEAD, SLICES_LAUNCHED = 2, 3
 """Most slices of a client in flight: one that is copied, and one that waits behind it, so that copies follow each other
-without a gap."""
+without a gap. Where copies run by themselves, one more is being launched, which may take as long as a copy."""
 PASSING_CALLS, PASSING_BLOCKS, PASSED_BLOCKS = 8, 16384, 65536
 """How many waiting Retrieves are tried at a turn; how many blocks such a one may name, and are compared at a turn; and
 how many a call may name that another goes before."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.calls import SLICES_AHEAD
+from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.index import Chunk, Table
 from kvgrpc.core.plans import Plan, RetrievePlan, StorePlan
 from kvgrpc.core.sessions import Client
@@ -203,7 +203,7 @@ def _check_calls(book: Bookkeeper) -> None:
             assert call.plan is not None
             assert call.results is None
         assert client.gone == (book.sessions.clients.get(client.client_id) is not client)
-        assert len(client.in_flight) <= SLICES_AHEAD
+        assert len(client.in_flight) <= SLICES_LAUNCHED
         for call in set(client.in_flight):
             assert call in client.queue
             assert call.plan is not None

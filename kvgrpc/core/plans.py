@@ -78,8 +78,9 @@ class Plan(ABC):
         """In the order of their slices."""
 
     def touches(self, other: Plan) -> bool:
-        """Whether the two calls name a block in common."""
-        pairs = zip(self._block_sets, other._blocks, strict=True)
+        """Whether the two calls name a block in common. The other may be one that a new registration has revoked, which
+        then decides nothing."""
+        pairs = zip(self._block_sets, other._blocks, strict=False)
         return not all(own.isdisjoint(ids) for own, (ids, _) in pairs)
 
     @cached_property

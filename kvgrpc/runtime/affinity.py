@@ -22,13 +22,14 @@ T = TypeVar("T")
 class _Lane:
     """One thread and its bookkeeping."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.clients: set[str] = set()
         self.submitted = 0  # written by the loop only
         self.ended = 0  # written by the thread only
         self.busy_since_s = [0.0, 0.0]
-        self.pools: list[ThreadPoolExecutor | None] = [None, None]
+        # made now, since two threads may submit at once; each starts its thread with its first work
+        self.pools = [ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{number}{kind}") for kind in ("", "-wait")]
         self.waited = Spread()  # seconds from submit to begin; written by the thread only
 
     @property
@@ -42,8 +43,7 @@ class AffinityExecutor:
     def __init__(self, max_workers: int, *, name: str = "kvgrpc-affinity") -> None:
         if max_workers < 1:
             raise ValueError("max_workers must be at least 1")
-        self._name = name
-        self._lanes = [_Lane(number) for number in range(max_workers)]
+        self._lanes = [_Lane(number, name) for number in range(max_workers)]
         self._bound: dict[str, _Lane] = {}
 
     def bind(self, client_id: str) -> int:
@@ -81,10 +81,6 @@ class AffinityExecutor:
 
     def _run(self, stage: int, client_id: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         lane = self._bound.get(client_id) or self._least_loaded()
-        pool = lane.pools[stage]
-        if pool is None:
-            name = f"{self._name}-{lane.number}{'-wait' if stage else ''}"
-            pool = lane.pools[stage] = ThreadPoolExecutor(1, thread_name_prefix=name)
         if not stage:
             lane.submitted += 1
 
@@ -101,7 +97,7 @@ class AffinityExecutor:
                 if not stage:
                     lane.ended += 1
 
-        return pool.submit(run)
+        return lane.pools[stage].submit(run)
 
     def lanes(self) -> list[tuple[int, tuple[str, ...], int]]:
         """(thread, clients bound to it, pieces of work that have not ended) of every thread."""
@@ -120,6 +116,4 @@ class AffinityExecutor:
         """Waits for everything that was submitted."""
         for stage in range(2):  # the first may still give something to the second
             for lane in self._lanes:
-                pool = lane.pools[stage]
-                if pool is not None:
-                    pool.shutdown(wait=True)
+                lane.pools[stage].shutdown(wait=True)

@@ -20,6 +20,7 @@ import structlog
 
 from kvgrpc import api
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.calls import SLICES_AHEAD, SLICES_LAUNCHED
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.keys import chunk_keys
 from kvgrpc.core.types import (
@@ -116,8 +117,9 @@ class Driver:
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
-        self._copying: set[str] = set()
-        """Clients of which a slice was handed over or has ended, so that one may be planned behind it."""
+        self._copying: dict[str, int] = {}
+        """Clients of which a slice was handed over, was launched or has ended, so that others may be planned behind it,
+        until so many are in flight."""
         self._pulse = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
@@ -266,15 +268,16 @@ class Driver:
             self._pulse.set()
             self._pulse = asyncio.Event()
             while self._copying:
-                self.book.plan_ahead(self.now(), self._copying.pop())
+                self.book.plan_ahead(self.now(), *self._copying.popitem())
             actions = self.book.drain()
         self._set_timer()
 
     def _act(self, action: Action) -> None:
         match action:
             case RunSlice():
-                self._slices.run(action, self._slice_ended)
-                self._copying.add(action.client_id)
+                self._slices.run(action, self._slice_ended, self._slice_launched)
+                if not self._slices.launches(action):  # else planning would keep its thread from launching
+                    self._copying[action.client_id] = SLICES_AHEAD
             case CallEnded(client_id, call_id, results):
                 for waiter in self._calls.pop((client_id, call_id), ()):
                     if not waiter.done():
@@ -309,12 +312,17 @@ class Driver:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
 
+    def _slice_launched(self, work: RunSlice) -> None:
+        self._copying[work.client_id] = SLICES_LAUNCHED
+        if self._closing is None:
+            self.pump()
+
     def _slice_ended(self, work: RunSlice, report: SliceReport) -> None:
         self.copied_bytes[work.direction] += sum(
             [span[1] - span[0] for _, _, span, *_ in work.pieces[: report.completed]]
         )
         self.book.slice_done(self.now(), work.slice_id, report)
-        self._copying.add(work.client_id)
+        self._copying[work.client_id] = SLICES_LAUNCHED if self._slices.launches(work) else SLICES_AHEAD
         if self._closing is None:  # else the threads that would go on are ending
             self.pump()
 

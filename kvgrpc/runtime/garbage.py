@@ -4,8 +4,9 @@
 A cached chunk is a handful of objects that live for hours, and the core makes no cycles; a full collection looks at all
 of them, on the event loop: half a second for half a million chunks. Cycles come from calls alone (gRPC makes a small
 one for each, a refusal a larger one). So whenever no call is running, what is old is collected and then frozen:
-collections look no more at it. A cycle that was frozen with a stream that ended later is found by a full collection
-once an hour.
+collections look no more at it. Where there is always one, it is done all the same, soon enough to be short: it looks
+at what has come since the last time only. A cycle that was frozen with a stream that ended later is found by a full
+collection once an hour, which waits for a moment without a call.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable
 STEP_S = 1.0
 YOUNG_COLLECTIONS = 10
 """So many collections of young objects, some thousand objects, are worth a freeze."""
+BUSY_S = 5.0
+"""Longest wait for a moment without a call."""
 FULL_S = 3600.0
 
 
@@ -34,16 +37,20 @@ class Freezer:
     def _freeze(self) -> None:
         gc.freeze()
         self._collections = self._collected()
+        self._frozen_at_s = self._clock()
 
     def _collected(self) -> int:
         return sum(generation["collections"] for generation in gc.get_stats())
 
     def step(self) -> None:
-        """Collects and freezes if it is worth it and nobody waits."""
-        if self._collected() - self._collections < YOUNG_COLLECTIONS or not self._idle():
+        """Collects and freezes if it is worth it and nobody waits, or somebody always does."""
+        if self._collected() - self._collections < YOUNG_COLLECTIONS:
             return
-        if self._clock() >= self._full_at_s:
-            self._full_at_s = self._clock() + FULL_S
+        now_s, idle = self._clock(), self._idle()
+        if not idle and now_s < self._frozen_at_s + BUSY_S:
+            return
+        if idle and now_s >= self._full_at_s:
+            self._full_at_s = now_s + FULL_S
             gc.unfreeze()
         gc.collect()
         self._freeze()

@@ -25,21 +25,29 @@ class SliceRunner:
 
     def __init__(self, affinity: AffinityExecutor, mover: Mover, post: Callable[..., None]) -> None:
         self._affinity = affinity
+        self._mover = mover
         self._launch = mover.launch if isinstance(mover, LaunchingMover) else mover.copy
         self._post = post
         self._stopped: dict[str, int] = {}
-        """The last slice of a client, where that has not begun or is under way; its first thread writes it."""
+        """The last slice of a client, while that is begun and if it stopped early then; its first thread writes it."""
         self._failed: dict[str, int] = {}
         """The last slice of a client, where that was launched in vain; its second thread writes it."""
         self._given: dict[str, int] = {}
-        """How many slices its second thread was given, by the first."""
+        """How many slices its second thread was given."""
         self._landed: dict[str, int] = {}
         """How many of them it has reported."""
 
-    def run(self, work: RunSlice, report: Callable[[RunSlice, SliceReport], None]) -> None:
-        """Copies after what the client was given before, then calls ``report`` on the event loop."""
+    def launches(self, work: RunSlice) -> bool:
+        """Whether the slice runs by itself once it is launched."""
+        return isinstance(self._mover, LaunchingMover) and self._mover.launches(work.mapping_id)
+
+    def run(
+        self, work: RunSlice, report: Callable[[RunSlice, SliceReport], None], launched: Callable[[RunSlice], None]
+    ) -> None:
+        """Copies after what the client was given before, then calls ``report`` on the event loop; before that
+        ``launched``, if it runs by itself and does so now."""
         began = self._affinity.submit(work.client_id, self._begin, work)
-        began.add_done_callback(lambda done: self._go_on(work, done, report))
+        began.add_done_callback(lambda done: self._go_on(work, done, report, launched))
 
     def _begin(self, work: RunSlice) -> Flight | SliceReport:
         client = work.client_id
@@ -53,7 +61,11 @@ class SliceRunner:
         return begun
 
     def _go_on(
-        self, work: RunSlice, done: Future[Flight | SliceReport], report: Callable[[RunSlice, SliceReport], None]
+        self,
+        work: RunSlice,
+        done: Future[Flight | SliceReport],
+        report: Callable[[RunSlice, SliceReport], None],
+        launched: Callable[[RunSlice], None],
     ) -> None:
         """On the first thread, so in the order of launches; nothing is reported before what is still waited for."""
         client = work.client_id
@@ -61,6 +73,8 @@ class SliceRunner:
         if ended and self._given.get(client, 0) == self._landed.get(client, 0):
             self._post(report, work, _report_of(work, cast("Future[SliceReport]", done)))
             return
+        if not ended:
+            self._post(launched, work)
         self._given[client] = self._given.get(client, 0) + 1
         waited = self._affinity.submit_wait(client, self._end, work, done)
         waited.add_done_callback(lambda landed: self._land(work, landed, report))

@@ -41,6 +41,9 @@ class CountedMover:
         begin = time.perf_counter()
         return self.count(work, self._mover.copy(work), begin)
 
+    def launches(self, mapping_id: int) -> bool:
+        return isinstance(self._mover, LaunchingMover) and self._mover.launches(mapping_id)
+
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         """A flight is timed from its launch, so with what it waits for behind others."""
         if not isinstance(self._mover, LaunchingMover):

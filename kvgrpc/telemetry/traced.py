@@ -139,6 +139,9 @@ class TracedMover:
             span.set_attribute("kvgrpc.completed", report.completed)
             return report
 
+    def launches(self, mapping_id: int) -> bool:
+        return isinstance(self._mover, LaunchingMover) and self._mover.launches(mapping_id)
+
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         context = self._tracing.copies.get((work.client_id, work.call_id))
         if context is None and isinstance(self._mover, LaunchingMover):

@@ -35,6 +35,11 @@ def load(path: Path) -> Versions | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
+    return decode(raw, str(path))
+
+
+def decode(raw: bytes, where: str) -> Versions:
+    """Raises UnreadableVersionsError."""
     try:
         checksum, _, text = raw.partition(b"\n")
         if checksum.decode() != xxh3_128_hexdigest(text):
@@ -51,7 +56,36 @@ def load(path: Path) -> Versions | None:
             },
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableVersionsError(f"{path}: {error}") from error
+        raise UnreadableVersionsError(f"{where}: {error}") from error
+
+
+def encode(versions: Versions) -> bytes:
+    """What ``decode`` takes."""
+    told = {
+        "format": FORMAT,
+        "first": versions.first,
+        "bases": {base.hex(): at for base, at in versions.bases.items()},
+        "spaces": {digest.hex(): (base.hex(), version) for digest, (base, version) in versions.spaces.items()},
+    }
+    text = json.dumps(told).encode()
+    return xxh3_128_hexdigest(text).encode() + b"\n" + text
+
+
+def merged(there: Versions, before: Versions, after: Versions) -> Versions:
+    """What is there, with what one server changed; all of that when ``first`` has changed, since that concerns what
+    nobody names."""
+    if after.first != before.first:
+        return after
+    bases, spaces = dict(there.bases), dict(there.spaces)
+    for base in {base for base, _ in before.bases.items() ^ after.bases.items()}:
+        bases.pop(base, None)
+        if base in after.bases:
+            bases[base] = after.bases[base]
+    for digest in {digest for digest, _ in before.spaces.items() ^ after.spaces.items()}:
+        spaces.pop(digest, None)
+        if digest in after.spaces:
+            spaces[digest] = after.spaces[digest]
+    return Versions(there.first, bases, spaces)
 
 
 def begin(path: Path) -> Versions:
@@ -60,17 +94,17 @@ def begin(path: Path) -> Versions:
     try:
         versions = load(path)
         if versions is None:
-            versions = _unused() if any(path.parent.glob("slot-*")) else NO_VERSIONS
+            versions = unused() if any(path.parent.glob("slot-*")) else NO_VERSIONS
             with _locked(path):
                 _write(path, versions)
     except UnreadableVersionsError as error:
         log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
-        versions = _unused()
+        versions = unused()
         with _locked(path):
             _write(path, versions)
     except OSError as error:
         log.warning("versions of spaces cannot be read; nothing older will be found", reason=str(error))
-        versions = _unused()
+        versions = unused()
     return versions
 
 
@@ -79,44 +113,32 @@ def new_step() -> int:
     return secrets.randbits(48) | 1
 
 
-def _unused() -> Versions:
+def unused() -> Versions:
+    """A version that nobody used."""
     return Versions(first=secrets.randbits(62) | 1 << 62)
 
 
+def keep(path: Path, versions: Versions) -> None:
+    """In place of whatever is there. Raises OSError."""
+    with _locked(path):
+        _write(path, versions)
+
+
 def save(path: Path, before: Versions, after: Versions) -> None:
-    """Keeps what has changed, durably; all of it when ``first`` has, since that concerns what nobody names. Raises
-    OSError."""
+    """Keeps what has changed, durably. Raises OSError."""
     with _locked(path):
         try:
             there = load(path) or NO_VERSIONS
         except UnreadableVersionsError as error:
             log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
-            there = _unused()
-        if after.first == before.first:
-            bases, spaces = dict(there.bases), dict(there.spaces)
-            for base in {base for base, _ in before.bases.items() ^ after.bases.items()}:
-                bases.pop(base, None)
-                if base in after.bases:
-                    bases[base] = after.bases[base]
-            for digest in {digest for digest, _ in before.spaces.items() ^ after.spaces.items()}:
-                spaces.pop(digest, None)
-                if digest in after.spaces:
-                    spaces[digest] = after.spaces[digest]
-            after = Versions(there.first, bases, spaces)
-        _write(path, after)
+            there = unused()
+        _write(path, merged(there, before, after))
 
 
 def _write(path: Path, versions: Versions) -> None:
-    told = {
-        "format": FORMAT,
-        "first": versions.first,
-        "bases": {base.hex(): at for base, at in versions.bases.items()},
-        "spaces": {digest.hex(): (base.hex(), version) for digest, (base, version) in versions.spaces.items()},
-    }
-    text = json.dumps(told).encode()
     aside = path.with_suffix(".new")
     with aside.open("wb") as file:
-        file.write(xxh3_128_hexdigest(text).encode() + b"\n" + text)
+        file.write(encode(versions))
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

@@ -71,6 +71,10 @@ class LaunchingMover(Mover, Protocol):
     Threads: ``launch`` on the affinity thread of the mapping's client, ``wait`` on another one.
     """
 
+    def launches(self, mapping_id: int) -> bool:
+        """Whether slices of this mapping run by themselves; else ``launch`` copies. Threads: any."""
+        ...
+
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         """The first half of ``copy``, the flight's ``wait`` the second. Slices of one mapping and direction are copied
         in the order of their launch; what fails while it is copied leaves those behind it uncopied. A report, if the

@@ -12,7 +12,7 @@ from enum import Enum
 
 import structlog
 
-from kvgrpc.api import CudaIpcMemory, Layout
+from kvgrpc.api import CudaIpcMemory, Layout, Runs
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Direction, RunSlice, SliceReport
 from kvgrpc.transfer import _native
@@ -23,8 +23,11 @@ from kvgrpc.transfer.words import group_words, slice_words
 
 log = structlog.get_logger(__name__)
 
-SHORT_RUN_BYTES = 32 << 10
-"""Below it one copy a run costs the copy engines more than the bytes do: docs/gpu.md has the figures."""
+SHORT_RUN_BYTES, SHORT_ROW_BYTES = 32 << 10, 16 << 10
+"""Below it one copy a run costs the copy engines more than the bytes do; the second holds for runs that lie at equal
+distances, of which one copy moves many: docs/gpu.md has the figures."""
+LEAST_ROWS, MOST_PITCH_BYTES = 4, (1 << 31) - 1
+"""What such a copy needs, as in csrc/grid.cpp."""
 
 
 class CopyMode(Enum):
@@ -100,6 +103,9 @@ class CudaMover:
         self._mappings[mapping_id] = _Mapped(card, native, tuple(opened))
         return digest(layout, [opened[memory.handle].serial for memory in pieces])
 
+    def launches(self, mapping_id: int) -> bool:
+        return True
+
     def launch(self, work: RunSlice) -> CudaFlight | SliceReport:
         """Starts the slice; its report at once when its card has failed."""
         mapped = self._mappings[work.mapping_id]
@@ -163,8 +169,8 @@ class CudaMover:
     def _choose(self, card: OpenCard, layout: Layout) -> CopyMode:
         mode = self._mode
         if mode is CopyMode.AUTO:
-            shortest = min(runs.run_bytes for group in layout.groups for runs in group.runs)
-            mode = CopyMode.STAGED if shortest < SHORT_RUN_BYTES else CopyMode.DMA
+            short = any(_is_short(runs) for group in layout.groups for runs in group.runs)
+            mode = CopyMode.STAGED if short else CopyMode.DMA
         if mode is CopyMode.DMA:
             return mode
         try:
@@ -175,3 +181,12 @@ class CudaMover:
             log.warning("short runs are copied by copy engines, which is slow", uuid=card.uuid, reason=str(error))
             return CopyMode.DMA
         return mode
+
+
+def _is_short(runs: Runs) -> bool:
+    planes = runs.planes > 1
+    rows, pitch = runs.layers * runs.planes, runs.plane_stride_bytes if planes else runs.layer_stride_bytes
+    if planes and runs.layers > 1 and runs.layer_stride_bytes != runs.planes * runs.plane_stride_bytes:
+        rows = runs.planes
+    in_rows = rows >= LEAST_ROWS and runs.run_bytes <= pitch <= MOST_PITCH_BYTES
+    return runs.run_bytes < (SHORT_ROW_BYTES if in_rows else SHORT_RUN_BYTES)

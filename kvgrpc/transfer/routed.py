@@ -33,6 +33,10 @@ class RoutedMover:
     def copy(self, work: RunSlice) -> SliceReport:
         return self._movers[work.mapping_id].copy(work)
 
+    def launches(self, mapping_id: int) -> bool:
+        mover = self._movers.get(mapping_id)
+        return isinstance(mover, LaunchingMover) and mover.launches(mapping_id)
+
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         mover = self._movers[work.mapping_id]
         return mover.launch(work) if isinstance(mover, LaunchingMover) else mover.copy(work)

@@ -24,6 +24,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -293,7 +294,34 @@ int cuEventQuery(FakeEvent* event) {
     return event->done >= event->recorded ? 0 : pending;
 }
 int cuMemcpyAsync(Pointer target, Pointer source, std::size_t size, FakeStream* stream) { return copy(target, source, size, stream); }
-int cuMemcpy2DAsync_v2(const void*, FakeStream*) { return invalid; }
+// CUDA_MEMCPY2D.
+struct Grid {
+    std::size_t source_x, source_y;
+    int source_type;
+    Pointer source_host, source_device, source_array;
+    std::size_t source_pitch, target_x, target_y;
+    int target_type;
+    Pointer target_host, target_device, target_array;
+    std::size_t target_pitch, width, height;
+};
+std::atomic<int> grids{0};
+int fakeGrids() { return grids; }  // copies in two dimensions so far
+int cuMemcpy2DAsync_v2(const Grid* grid, FakeStream* stream) {
+    constexpr std::size_t most_pitch = (std::size_t{1} << 31) - 1;
+    const auto [source, target] = std::pair(grid->source_type == 1 ? grid->source_host : grid->source_device,
+                                            grid->target_type == 1 ? grid->target_host : grid->target_device);
+    for (const std::size_t pitch : {grid->source_pitch, grid->target_pitch}) {
+        if (pitch < grid->width || pitch > most_pitch) return invalid;
+    }
+    if (!reachable(source, (grid->height - 1) * grid->source_pitch + grid->width)) return invalid;
+    if (!reachable(target, (grid->height - 1) * grid->target_pitch + grid->width)) return invalid;
+    ++grids;
+    for (std::size_t row = grid->height; row-- > 0;) {
+        const int result = copy(target + row * grid->target_pitch, source + row * grid->source_pitch, grid->width, stream);
+        if (result != 0) return result;
+    }
+    return 0;
+}
 int cuMemcpyBatchAsync(Pointer* targets, Pointer* sources, std::size_t* sizes, std::size_t count, void*, std::size_t*, std::size_t,
                        std::size_t* failed, FakeStream* stream) {
     for (std::size_t i = count; i-- > 0;) {  // in no order that anybody may count on

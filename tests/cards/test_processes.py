@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cards.churn import churn
 from tests.cards.engines import EngineProcess, engine_process
 from tests.cards.fake import environment
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, LAYERS_OUTERMOST, MHA, MLA
@@ -97,6 +98,15 @@ def test_ranks_of_one_engine_on_one_card(server: Served) -> None:
                 assert engine.retrieve(job_id, 128, list(range(20, 28))) == ["loaded"] * 2
                 assert engine.wrong_tokens(list(range(20, 28)), 64 * rank if kv_tp_size == 2 else 0) == []
             assert one.stop() and two.stop()
+
+
+def test_engines_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report 6, on a small scale: whatever others do, each is answered, and what it loads is right."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    seen = churn("fake", 4, clients=3)
+    assert not seen.wrong
+    assert seen.counts["loaded chunks"] and seen.longest_s < 30
 
 
 def test_a_server_loads_nothing_of_python_for_cards_that_copies_do_not_need() -> None:

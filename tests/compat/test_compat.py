@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,26 @@ def test_recorded_bytes_mean_what_they_meant(version: str) -> None:
         assert unknown_free == read, f"{name} has recorded fields that this version does not know"
 
 
+THEN = """
+import runpy, sys
+client, packages, num_blocks = sys.argv[1], sys.argv[3], int(sys.argv[4])
+sys.path[:0], sys.path[len(sys.path):] = [client], [packages]
+import kvgrpc
+assert kvgrpc.__file__.startswith(client), kvgrpc.__file__
+smoke = runpy.run_path(client)
+smoke["main"].__globals__["NUM_BLOCKS"] = num_blocks
+sys.argv[1:] = [sys.argv[2]]
+smoke["main"]()
+"""
+"""Without ``site``: what is installed for development finds today's kvgrpc before anything else."""
+
+
+@pytest.mark.parametrize(("chunk_tokens", "num_blocks"), [(256, 64), (2048, 256)])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_client_of_then_works_with_this_server(version: str) -> None:
-    with serving("--l1-size", "64MiB") as server:
-        client = HERE / version / "client.zip"
-        command = [sys.executable, "-I", str(client), server.address]
+def test_the_client_of_then_works_with_this_server(version: str, chunk_tokens: int, num_blocks: int) -> None:
+    """Its longer prompts are read past protobuf, too."""
+    with serving("--l1-size", "64MiB", "--chunk-tokens", str(chunk_tokens)) as server:
+        client, packages = str(HERE / version / "client.zip"), sysconfig.get_path("platlib")
+        command = [sys.executable, "-I", "-S", "-c", THEN, client, server.address, packages, str(num_blocks)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "smoke ok\n", done.stderr

@@ -146,6 +146,29 @@ def test_bad_values_name_their_flag(name: str, value: object):
         load_settings(**{name: value})
 
 
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://b/a/prefix/", "az://container/p", "file:///srv/objects"])
+def test_places_of_object_stores(url: str):
+    assert load_settings(object_store_url=url).object_store_url == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "bucket",
+        "https://bucket",
+        "s3://",
+        "file://srv",
+        "s3://key:secret@bucket",
+        "s3://b?aws_access_key_id=a",
+        "s3://b#a",
+    ],
+)
+def test_no_place_of_an_object_store_or_one_with_a_key_in_it(url: str):
+    with pytest.raises(SettingsError, match="--object-store-url") as refused:
+        load_settings(object_store_url=url)
+    assert "secret" not in str(refused.value)
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValidationError):
         load_settings().chunk_tokens = 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.core import types as t
+from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.plans import SKIPPED
 from kvgrpc.core.types import SliceReport
 from tests.core.desk import OBJECT, Desk, EngineDesk
@@ -177,3 +178,31 @@ def test_a_revoked_chunk_of_many_parts_settles_until_its_last_ordered_part_is_re
     desk.report()
     assert desk.states() == "64 free"
     assert e.ended() == "2 FAILED REVOKED"
+
+
+def test_a_retrieve_of_other_groups_goes_before_what_its_registration_has_revoked():
+    desk, e = held()
+    e.store("a", 8, block=500)
+    desk.run_copies()
+    job = e.lookup("a", 8)
+    e.store("b", 8)
+    storing = e.last_call.call_id
+    ahead(desk, e)
+    e.groups = 2
+    e.share()
+    e.retrieve(job, block=100)
+    desk.report()
+    ahead(desk, e)
+    desk.run_copies()
+    assert (e.ended(storing), e.ended()) == ("8 FAILED REVOKED", "8 LOADED")
+    assert len(desk.unmapped) == 1
+
+
+def test_where_copies_run_by_themselves_two_wait_behind_the_one_that_is_copied():
+    desk, e = held()
+    e.store("a", 12)
+    desk.book.plan_ahead(desk.now, e.worker(0), SLICES_LAUNCHED)
+    desk.step()
+    one, two, three = desk.slices.values()
+    assert [chunks_of(order) for order in (one, two, three)] == [[0, 1], [2, 3], [4, 5]]
+    assert (two.after, three.after) == (one.slice_id, two.slice_id)

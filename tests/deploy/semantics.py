@@ -150,7 +150,8 @@ def server_faults(container: dict[str, Any]) -> Iterator[str]:
     repeated = {flag for flag in given if given.count(flag) > 1} - {"--allow-uid", "--quota", "--listen"}
     yield from (f"{flag} is given twice" for flag in repeated)
     variables = {f"KVGRPC_{name.upper()}" for name in Settings.model_fields}
-    yield from (f"no setting reads {one['name']}" for one in container["env"] if one["name"] not in variables)
+    variables |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "CUPY_CACHE_DIR"}
+    yield from (f"nothing reads {one['name']}" for one in container["env"] if one["name"] not in variables)
     named = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
     ports = {port for port in (named.get("health", named.get("grpc")),) if port is not None}
     for name in PROBES:

@@ -54,6 +54,22 @@ def test_a_sidecar_takes_nothing_of_the_node_and_holds_up_no_engine() -> None:
         assert sizes == ["Memory"]
 
 
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_cards_are_reached_and_not_claimed(mode: str) -> None:
+    """Field report 58."""
+    plain = dict(pod_specs(render(*values(mode=mode))))
+    for name, spec in pod_specs(render(*values(mode=mode, cards_enabled="true"))):
+        servers = [one for one in [*spec.get("initContainers", []), *spec["containers"]] if one["name"] == "kvgrpc"]
+        if not servers:
+            continue
+        (server,) = servers
+        assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in server["env"]
+        assert set(server["resources"]["limits"]) == {"memory"}
+        assert spec["shareProcessNamespace"] is True and "hostPID" not in spec
+        assert spec.get("runtimeClassName") == ("nvidia" if mode == "daemonset" else None), "an engine's is its own"
+        assert "shareProcessNamespace" not in plain[name]
+
+
 def test_a_service_reaches_its_own_node_only() -> None:
     """Field reports 46 and 48."""
     service = of_kind(render(*values(**TCP)), "Service")["spec"]
@@ -98,7 +114,7 @@ BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
     "request": (lambda m: _server(m)["resources"]["requests"].update(memory="1Ti"), "more memory than its limit"),
     "flag": (lambda m: _server(m)["args"].append("--tier=x"), "no option --tier"),
     "repeated flag": (lambda m: _server(m)["args"].append("--l1-size=1GiB"), "--l1-size is given twice"),
-    "variable": (lambda m: _server(m)["env"].append({"name": "KVGRPC_TIER"}), "no setting reads KVGRPC_TIER"),
+    "variable": (lambda m: _server(m)["env"].append({"name": "KVGRPC_TIER"}), "nothing reads KVGRPC_TIER"),
     "probe's port": (lambda m: _server(m)["livenessProbe"]["grpc"].update(port=1), "livenessProbe asks"),
     "probe's name": (lambda m: _server(m)["livenessProbe"]["grpc"].update(service="readiness"), "livenessProbe asks"),
     "two handlers": (
@@ -129,6 +145,13 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "arena_persist": "true"}, "set arena.persist=false, or mode=daemonset"),
+    ({"mode": "sidecar", "disk_size": "1Gi"}, "a sidecar's folders end with its pod; empty it, or set mode=daemonset"),
+    ({"cards_enabled": "true", "flags_cards": "false"}, "contradict each other; set one of them"),
+    ({"disk_hostPath": "/mnt/kv"}, "disk.hostPath has no effect without disk.size"),
+    ({"disk_size": "1Gi", "disk_hostPath": "/var/lib"}, "disk.hostPath=/var/lib is a folder of the system"),
+    ({"disk_size": "1Gi", "disk_hostPath": "/run/kvgrpc"}, "folder of arena.hostPath or disk.hostPath, too"),
+    ({"disk_size": "1Gi", "disk_hostPath": "/dev/shm/kvgrpc-arena"}, "are the same folder; name two"),
+    ({"disk_size": "1Gi", "flushSeconds": 60, "terminationGracePeriodSeconds": 70}, "end after it (63 seconds)"),
     ({"mode": "sidecar", "networkPolicy_enabled": "true"}, "set networkPolicy.enabled=false, or mode=daemonset"),
     ({"discovery": "service"}, "Set tls.secretName, or discovery=socket, or tcp.insecure=true if the network is"),
     ({"discovery": "hostPort"}, "Set tls.secretName, or discovery=socket, or tcp.insecure=true if the network is"),
@@ -158,7 +181,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"socket_hostPath": "/var/run"}, "socket.hostPath=/var/run is a folder of the system"),
     ({"arena_hostPath": "/dev/shm"}, "arena.hostPath=/dev/shm is a folder of the system"),
     ({"socket_hostPath": "/run/x/../../etc"}, "is a folder of the system"),
-    ({"socket_hostPath": "/dev/shm/kvgrpc-arena", "arena_persist": "true"}, "are the same folder, which engines mount"),
+    ({"socket_hostPath": "/dev/shm/kvgrpc-arena", "arena_persist": "true"}, "arena.hostPath or disk.hostPath, too"),
 ]  # fmt: skip
 NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"mode": "deployment"}, "mode"),

@@ -150,6 +150,7 @@ def test_every_object_of_the_schema_is_closed() -> None:
 def test_flags_are_the_servers_options_that_no_value_makes() -> None:
     own = {"--socket", "--socket-mode", "--socket-group", "--listen", "--insecure", "--allow-uid"}
     own |= {"--l1-size", "--arena-path", "--huge-pages", "--drain-ms", "--metrics-listen", "--otlp-endpoint"}
+    own |= {"--disk-path", "--disk-size", "--flush-ms"}
     own |= {"--tls-cert", "--tls-key", "--tls-client-ca", "--access", "--health-listen"}
     made = {flag.removeprefix("--") for flag in own}
     settings = {name.replace("_", "-") for name in Settings.model_fields}
@@ -194,6 +195,13 @@ def test_the_drain_fits_into_the_grace_period() -> None:
     assert spec["terminationGracePeriodSeconds"] == 100
 
 
+def test_what_waits_for_the_disk_fits_into_the_grace_period() -> None:
+    spec = of_kind(render(*values(drainSeconds=90, flushSeconds=30, disk_size="1Ti")), "DaemonSet")["spec"]
+    args = spec["template"]["spec"]["containers"][0]["args"]
+    assert {"--disk-path=/disk", "--disk-size=1TiB", "--flush-ms=30000"} <= set(args)
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 130
+
+
 def test_large_numbers_stay_whole() -> None:
     args = server("--values", str(CHART / "examples/tuned.yaml"))["args"]
     assert "--record-ms=1200000" in args and "--pin-share=0.4" in args and "--no-reflection" in args
@@ -202,7 +210,7 @@ def test_large_numbers_stay_whole() -> None:
 
 def test_two_releases_share_no_folder_and_no_name() -> None:
     def owned(release: str) -> set[str]:
-        manifests = render(*values(arena_persist="true"), release=release)
+        manifests = render(*values(arena_persist="true", disk_size="1Gi"), release=release)
         spec = of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]
         paths = {volume["hostPath"]["path"] for volume in spec["volumes"]} - {"/dev/shm"}
         return paths | {f"{one['kind']} {one['metadata']['name']}" for one in manifests}

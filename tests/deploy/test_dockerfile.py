@@ -74,7 +74,7 @@ def test_what_is_copied_is_enough_to_build(tmp_path: Path) -> None:
     """The pip step as far as its compiler: the package's metadata, and the extension's build made ready."""
     (install,) = (line for line in stages()[0].all("RUN") if "pip install" in line)
     arguments = shlex.split(install.partition("pip install ")[2])
-    assert arguments == ["--no-cache-dir", "--constraint", "constraints.txt", "."]
+    assert arguments == ["--no-cache-dir", "--constraint", "constraints.txt", ".${EXTRAS}"]
     source, tools = copied(tmp_path), Path(sys.executable).parent
     metadata = "from scikit_build_core.build import prepare_metadata_for_build_wheel as p; print(p('.'))"
     nanobind = run(source, sys.executable, "-m", "nanobind", "--cmake_dir")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +113,21 @@ def test_the_arenas_file_goes_with_the_server_and_a_left_one_is_taken_over() -> 
             assert GOOD in said(test_pod(here, manifests))
             assert after.terminate()[0] == 0
         assert list(file.parent.iterdir()) == []
+
+
+def test_what_was_stored_is_on_the_nodes_disk_for_the_next_server() -> None:
+    with daemon(disk_size="64Mi") as (here, manifests, server):
+        assert GOOD in said(test_pod(here, manifests))
+        assert server.terminate()[0] == 0
+        stored = sum(path.stat().st_size for path in here.at("/var/lib/kvgrpc").glob("slot-*/*/*"))
+        assert stored > 0, "what waited was written before the end"
+        pod = Pod(here, "kvgrpc-next", of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"])
+        pod.prepare()
+        with pod.started(pod.container("kvgrpc")) as after:
+            after.wait_started()
+            status = pod.run(pod.container("kvgrpc"), ["kvgrpc", "status", "--json"]).stdout
+            assert json.loads(status)["server"]["tiers"][0]["used_bytes"] >= stored, status
+            assert after.terminate()[0] == 0
 
 
 def test_a_sidecar_serves_its_engine() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cards.churn import churn
 from tests.cards.engines import engine_process
 from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA, Kv
@@ -94,6 +95,14 @@ def test_kernels_before_a_store_and_after_a_retrieve(server: Served) -> None:
     """A thousand rounds with fresh data: what a kernel wrote that was launched just before is what is stored, and a
     kernel that is launched right after reads what was loaded."""
     assert kernels.rounds(server.address, 1000) == []
+
+
+def test_engines_come_and_go() -> None:
+    """Report 6: eight of them; nobody waits for long, and what is loaded is right. For five minutes by hand."""
+    seen = churn("cuda", 15)
+    print(dict(seen.counts), f"longest {seen.longest_s:.2f} s")
+    assert not seen.wrong
+    assert seen.counts["loaded chunks"] > 100 and seen.longest_s < 10
 
 
 def test_memory_that_has_no_handle_is_refused_by_name() -> None:

@@ -136,10 +136,10 @@ class CopyRules(Rules):
         self.bench.report(slice_id, report)
 
     @precondition(lambda self: bool(self.bench.oracle.slices))
-    @rule(number=pick)
-    def plan_ahead(self, number: int) -> None:
+    @rule(number=pick, most=st.sampled_from((2, 3)))
+    def plan_ahead(self, number: int, most: int) -> None:
         slices = list(self.bench.oracle.slices.values())
-        self.bench.ask(lambda now: self.bench.book.plan_ahead(now, slices[number % len(slices)].client_id))
+        self.bench.ask(lambda now: self.bench.book.plan_ahead(now, slices[number % len(slices)].client_id, most))
 
     @precondition(lambda self: bool(self.bench.oracle.calls))
     @rule(number=pick, cancel=st.booleans(), ahead=st.booleans())

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from kvgrpc.runtime import affinity
 from kvgrpc.runtime.affinity import AffinityExecutor
 
 
@@ -99,3 +102,27 @@ def test_queue_and_busy_time_return_to_nothing() -> None:
     executor.close()
     assert executor.lanes()[0][2] == 0
     assert executor.longest_busy_s() == 0
+
+
+def test_two_threads_that_give_a_lane_its_first_waits_do_so_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may hand over what one client has launched while the thread itself does so for another."""
+
+    class SlowToMake(ThreadPoolExecutor):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            time.sleep(0.05)
+            super().__init__(*args, **more)
+
+    monkeypatch.setattr(affinity, "ThreadPoolExecutor", SlowToMake)
+    executor = AffinityExecutor(1)
+    for client in "ab":
+        executor.bind(client)
+    both, ran = threading.Barrier(2), list[threading.Thread]()
+
+    def wait_for(client: str) -> None:
+        both.wait(10)
+        executor.submit_wait(client, lambda: ran.append(threading.current_thread()))
+
+    executor.submit("a", wait_for, "a")
+    wait_for("b")
+    executor.close()
+    assert len(ran) == 2 and len(set(ran)) == 1

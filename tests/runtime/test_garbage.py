@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from kvgrpc.runtime.garbage import FULL_S, YOUNG_COLLECTIONS, Freezer
+from kvgrpc.runtime.garbage import BUSY_S, FULL_S, YOUNG_COLLECTIONS, Freezer
 
 
 class World:
@@ -63,6 +63,26 @@ def test_nobody_is_made_to_wait(world: World) -> None:
     world.idle = True
     world.freezer.step()
     assert gc.get_freeze_count() > before
+
+
+def test_where_a_call_always_runs_what_is_new_is_frozen_all_the_same(world: World) -> None:
+    world.idle = False
+    kept, lost = Node(), Node()
+    gone = weakref.ref(lost)
+    del lost
+    young()
+    world.now_s = BUSY_S - 1
+    world.freezer.step()
+    before = gc.get_freeze_count()
+    world.now_s = BUSY_S
+    world.freezer.step()
+    assert gone() is None
+    assert gc.get_freeze_count() > before
+    assert not any(one is kept for one in gc.get_objects())
+    world.now_s = FULL_S
+    young()
+    world.freezer.step()
+    assert not any(one is kept for one in gc.get_objects()), "the long one waits for a moment without a call"
 
 
 def test_a_cycle_that_was_frozen_while_it_was_in_use_goes_within_an_hour(world: World) -> None:

@@ -49,6 +49,7 @@ class Bench:
         self.mover = ScriptedMover()
         self.affinity = AffinityExecutor(2)
         self.reports: dict[int, SliceReport] = {}
+        self.launched: list[int] = []
         self.runner = SliceRunner(self.affinity, self.mover, self._post)
 
     def _post(self, report: Callable[..., None], *args: Any) -> None:
@@ -57,7 +58,11 @@ class Bench:
     def run(self, slice_id: int, after: int = 0, client: str = "c", call_id: int = 1) -> None:
         piece = Piece(0, ((0, 4),), (0, 4), (0,), ((0,),))
         order = RunSlice(slice_id, client, 1, call_id, Direction.RETRIEVE, (piece, piece), after)
-        self.runner.run(order, lambda work, report: self.reports.update({work.slice_id: report}))
+        self.runner.run(
+            order,
+            lambda work, report: self.reports.update({work.slice_id: report}),
+            lambda work: self.launched.append(work.slice_id),
+        )
 
     def end(self) -> dict[int, SliceReport]:
         self.affinity.close()
@@ -142,6 +147,9 @@ class LaunchingScript(ScriptedMover):
         self.landed: list[int] = []
         self.ends: dict[int, SliceReport] = {}
 
+    def launches(self, mapping_id: int) -> bool:
+        return True
+
     def launch(self, work: RunSlice) -> Launched | SliceReport:
         self.launched.append(work.slice_id)
         return self.copy(work) if work.slice_id in self.fates else Launched(self, work)
@@ -165,7 +173,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_the_next_slice_is_launched_while_one_is_copied(bench: Bench, launching: LaunchingScript) -> None:
     bench.run(1)
     bench.run(2, 1)
-    wait_for(lambda: launching.launched == [1, 2])
+    wait_for(lambda: launching.launched == bench.launched == [1, 2])
     assert bench.reports == {}
     launching.land.set()
     assert bench.end() == {1: DONE, 2: DONE}

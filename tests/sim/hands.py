@@ -99,7 +99,7 @@ class Hands:
                 self._carry_out(action)
             if self.rng.random() < 0.7:  # not always: nothing may depend on it
                 for client_id in sorted({copy.order.client_id for copy in self.copies.values()}):
-                    self.book.plan_ahead(self.loop.now, client_id)
+                    self.book.plan_ahead(self.loop.now, client_id, self.rng.choice((2, 3)))
                 self._note_evicted()
         self._plan_wake()
 

@@ -94,11 +94,15 @@ def test_few_blocks_and_short_steps(llama: str, empty: Served, tmp_path: Path):
         assert min(cached(said)) >= 192
 
 
-def test_own_hashes(llama: str, empty: Served, tmp_path: Path):
-    """xxhash begins with random bytes in each process: the server hashes token ids instead."""
-    options = {"prefix_caching_hash_algo": "xxhash"} if has_xxhash() else {"extra": {"hashes": "tokens"}}
-    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
-        check(engine)
+def test_own_hashes_and_drafts_of_n_grams(llama: str, empty: Served, tmp_path: Path):
+    """xxhash begins with random bytes in each process: the server hashes token ids instead. Drafts are not stored."""
+    options: dict[str, Any] = {"prefix_caching_hash_algo": "xxhash"}
+    if not has_xxhash():
+        options = {"extra": {"hashes": "tokens"}}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    with engine_process(llama, empty.address, tmp_path / "1", speculative_config=drafts, **options) as engine:
+        words = check(engine)
+        check_next_turn(engine, words, 512)
         assert cached(engine.say(A, salt="tenant")) == [0]
     with engine_process(llama, empty.address, tmp_path / "2", **options) as engine:
         assert cached(engine.say(A)) == [448]
@@ -150,24 +154,21 @@ def test_adapters_keep_apart(llama: str, empty: Served, tmp_path: Path):
         assert (cached(first), cached(again)) == ([0, 0, 0], [448, 448, 448])
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle"])
-def test_speculative_decoding(llama: str, empty: Served, tmp_path: Path, method: str):
+def check_next_turn(engine: EngineProcess, words: list[tuple[int, ...]], hit: int) -> None:
+    turn = [*A, *words[0], *prompt(5, 8)]
+    cold = engine.say(turn, params=NO_CACHE)[0].tokens
+    (said,) = engine.say(turn)
+    assert (said.tokens, said.cached) == (cold, hit)
+
+
+def test_a_drafter(llama: str, empty: Served, tmp_path: Path):
     """Drafts are not stored, nor the last chunk while the drafter may still change it; what is said stays the same.
-    With a drafter the last block is computed anew, for what it begins with."""
+    The last block is computed anew, for what the drafter begins with."""
     from tests.vllm.models import make_eagle
 
-    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    if method == "ngram":
-        speculative |= {"prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    else:
-        speculative |= {"model": str(make_eagle(tmp_path / "drafter"))}
-    options = {"speculative_config": speculative}
-    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
-        words = check(engine)
-        turn = [*A, *words[0], *prompt(5, 8)]
-        cold = engine.say(turn, params=NO_CACHE)[0].tokens
-        (said,) = engine.say(turn)
-        assert (said.tokens, said.cached) == (cold, {"ngram": 512, "eagle": 480}[method])
+    drafter = {"method": "eagle", "num_speculative_tokens": 3, "model": str(make_eagle(tmp_path / "drafter"))}
+    with engine_process(llama, empty.address, tmp_path / "1", speculative_config=drafter) as engine:
+        check_next_turn(engine, check(engine), 480)
 
 
 def test_two_connectors(llama: str, empty: Served, tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
@@ -82,6 +83,25 @@ def test_long_prompts_are_cut_out_and_not_copied() -> None:
     assert split is not None
     assert split[1].obj is raw
     assert len(split[0]) + len(TOKENS) < len(raw)
+
+
+@pytest.mark.parametrize(
+    "behind", [b"\x78\x00" * 400_000, b"\x7a\x00" * 400_000, b"\x38\x01" * 400_000, b"\x78" + b"\x80" * 800_000]
+)
+def test_a_stranger_does_not_keep_the_reader_busy(behind: bytes) -> None:
+    """Very many small fields, or a number without end: no byte more is looked at than a client of ours could mean."""
+
+    class Counted(bytes):
+        looks = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.looks += isinstance(place, int)
+            return super().__getitem__(place)
+
+    raw = Counted(lookup(TOKENS) + behind)
+    assert packed.split_token_ids(raw, 5) is None
+    assert raw.looks < 10_000
+    assert read(cache.read_lookup_request, bytes(raw)) == read(by_protobuf, bytes(raw))
 
 
 def test_memory_that_is_no_whole_number_of_tokens_is_a_mistake() -> None:

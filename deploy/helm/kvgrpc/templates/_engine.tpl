@@ -100,6 +100,10 @@
     secretName: {{ . }}
     items: [{key: token, path: token}]
 {{- end }}
+{{- if and (eq .Values.mode "sidecar") .Values.cards.enabled }}
+- name: kvgrpc-kernels
+  emptyDir: {}
+{{- end }}
 {{- if and (eq .Values.mode "sidecar") .Values.access.secretName }}
 {{ include "kvgrpc.server.secretVolumes" . }}
 {{- end }}
@@ -109,6 +113,8 @@
 {{- define "kvgrpc.engine.pod" -}}
 {{- if ne .Values.mode "sidecar" -}}
 hostname: {{ include "kvgrpc.hostname" . }}
+{{ else if .Values.cards.enabled -}}
+shareProcessNamespace: true
 {{ end -}}
 securityContext:
   supplementalGroups: [{{ int .Values.socket.group }}]

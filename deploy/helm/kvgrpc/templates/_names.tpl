@@ -48,6 +48,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- .Values.arena.hostPath | default (printf "/dev/shm/%s-arena" (include "kvgrpc.fullname" .)) -}}
 {{- end -}}
 
+{{- define "kvgrpc.diskHostPath" -}}
+{{- .Values.disk.hostPath | default (printf "/var/lib/%s" (include "kvgrpc.fullname" .)) -}}
+{{- end -}}
+
 {{/* The socket in every container: the server's, an engine's, a test's. */}}
 {{- define "kvgrpc.socketFolder" -}}/run/kvgrpc{{- end -}}
 {{- define "kvgrpc.socketPath" -}}{{ include "kvgrpc.socketFolder" . }}/kvgrpc.sock{{- end -}}
@@ -67,7 +71,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{- define "kvgrpc.graceSeconds" -}}
-{{- .Values.terminationGracePeriodSeconds | default (add .Values.drainSeconds 10) -}}
+{{- .Values.terminationGracePeriodSeconds | default (add .Values.drainSeconds (ternary .Values.flushSeconds 0 (ne .Values.disk.size "")) 10) -}}
 {{- end -}}
 
 {{- define "kvgrpc.startupSeconds" -}}

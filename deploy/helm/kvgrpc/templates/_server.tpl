@@ -13,6 +13,11 @@ args:
   {{- if .Values.arena.persist }}
   - --arena-path=/arena/l1
   {{- end }}
+  {{- with .Values.disk.size }}
+  - --disk-path=/disk
+  - --disk-size={{ . }}B
+  - --flush-ms={{ mul $.Values.flushSeconds 1000 }}
+  {{- end }}
   - --socket-mode={{ .Values.socket.mode }}
   {{- if include "kvgrpc.socketForGroup" . }}
   - --socket-group={{ int .Values.socket.group }}
@@ -57,6 +62,14 @@ args:
 env:
   - name: KVGRPC_SOCKET
     value: {{ include "kvgrpc.socketPath" . }}
+  {{- if .Values.cards.enabled }}
+  - name: NVIDIA_VISIBLE_DEVICES
+    value: all
+  - name: NVIDIA_DRIVER_CAPABILITIES
+    value: compute,utility
+  - name: CUPY_CACHE_DIR
+    value: /kernels
+  {{- end }}
 {{- $hostPort := and (eq .Values.mode "daemonset") (eq .Values.discovery "hostPort") }}
 {{- if or (include "kvgrpc.isTcp" .) .Values.metrics.enabled }}
 ports:
@@ -91,6 +104,14 @@ volumeMounts:
   {{- if .Values.arena.persist }}
   - name: kvgrpc-arena
     mountPath: /arena
+  {{- end }}
+  {{- if .Values.disk.size }}
+  - name: kvgrpc-disk
+    mountPath: /disk
+  {{- end }}
+  {{- if .Values.cards.enabled }}
+  - name: kvgrpc-kernels
+    mountPath: /kernels
   {{- end }}
   {{- if .Values.tls.secretName }}
   - name: kvgrpc-tls

@@ -10,6 +10,9 @@
 {{- if $v.arena.persist -}}
 {{- fail "arena.persist: a sidecar's memory ends with its pod; set arena.persist=false, or mode=daemonset" -}}
 {{- end -}}
+{{- if $v.disk.size -}}
+{{- fail "disk.size: a sidecar's folders end with its pod; empty it, or set mode=daemonset" -}}
+{{- end -}}
 {{- if $v.networkPolicy.enabled -}}
 {{- fail "networkPolicy.enabled: a sidecar has no port, and the pod is the engine's; set networkPolicy.enabled=false, or mode=daemonset" -}}
 {{- end -}}
@@ -76,9 +79,15 @@
 {{- fail (printf "l1.size=%s is no multiple of l1.hugePages=%s; change l1.size" $v.l1.size $v.l1.hugePages) -}}
 {{- end -}}
 {{- end -}}
-{{- $end := ternary 5 3 (ne $v.otlp.endpoint "") -}}
+{{- if and $v.cards.enabled (eq (get $v.flags "cards" | toString) "false") -}}
+{{- fail "cards.enabled and flags.cards=false contradict each other; set one of them" -}}
+{{- end -}}
+{{- if and $v.disk.hostPath (not $v.disk.size) -}}
+{{- fail "disk.hostPath has no effect without disk.size; set it, or empty disk.hostPath" -}}
+{{- end -}}
+{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary $v.flushSeconds 0 (ne $v.disk.size "")) -}}
 {{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
-{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) $end) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) (int $end)) -}}
 {{- end -}}
 {{- if and $v.engine.users (not (regexMatch "^0?[0-7]([67][0-7]|[0-7][67])$" $v.socket.mode)) -}}
 {{- fail (printf "engine.users names other users, but socket.mode=%s keeps them out; set socket.mode=0660" $v.socket.mode) -}}
@@ -88,13 +97,16 @@
 {{- fail (printf "resources.cpuLimit=%s is less than resources.cpuRequest=%s; raise the limit" . $v.resources.cpuRequest) -}}
 {{- end -}}
 {{- end -}}
-{{- $folders := dict "socket.hostPath" (include "kvgrpc.socketHostPath" .) "arena.hostPath" (include "kvgrpc.arenaHostPath" .) -}}
+{{- $folders := dict "socket.hostPath" (include "kvgrpc.socketHostPath" .) "arena.hostPath" (include "kvgrpc.arenaHostPath" .) "disk.hostPath" (include "kvgrpc.diskHostPath" .) -}}
 {{- range $name, $path := $folders -}}
 {{- if or (not (regexMatch "^/[^/]+/[^/]" $path)) (regexMatch "^(/var/(run|lib|tmp|log)|/dev/shm|/run/user)/?$" $path) (contains ".." $path) -}}
 {{- fail (printf "%s=%s is a folder of the system, which would become the server's; name a folder of its own below it" $name $path) -}}
 {{- end -}}
 {{- end -}}
-{{- if eq (get $folders "socket.hostPath") (get $folders "arena.hostPath") -}}
-{{- fail "socket.hostPath and arena.hostPath are the same folder, which engines mount; name two" -}}
+{{- if has (get $folders "socket.hostPath") (list (get $folders "arena.hostPath") (get $folders "disk.hostPath")) -}}
+{{- fail "socket.hostPath is the folder of arena.hostPath or disk.hostPath, too, and engines mount it; name others" -}}
+{{- end -}}
+{{- if eq (get $folders "arena.hostPath") (get $folders "disk.hostPath") -}}
+{{- fail "arena.hostPath and disk.hostPath are the same folder; name two" -}}
 {{- end -}}
 {{- end -}}

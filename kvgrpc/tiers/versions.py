@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of spaces in a place that servers share: read, changed, and put back if nobody else did meanwhile.
+
+Servers that share it write only what they changed themselves, as in ``kvgrpc.tiers.version_file``. A place that has
+none yet begins at a version that nobody used, since nobody knows what its objects are.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from kvgrpc.core.types import Versions
+from kvgrpc.tiers import version_file
+
+log = structlog.get_logger(__name__)
+
+ATTEMPTS = 20
+
+
+class VersionPlace(Protocol):
+    """Where they are kept. All methods block for some seconds at most, and raise OSError."""
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    def load(self) -> tuple[int, bytes]:
+        """(what ``swap`` wants to be told, what is kept): (0, b"") when nothing is."""
+        ...
+
+    def swap(self, seen: int, text: bytes) -> bool:
+        """Keeps the text, durably, unless another server kept one since ``load`` said ``seen``."""
+        ...
+
+
+def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:
+    """What a server begins with, of the place if there is one, and of the file beside the disk tier if there is one or
+    the place does not answer. A server that goes on with the file's is like one that was not restarted."""
+    if place is None:
+        assert path is not None
+        return version_file.begin(path)
+    try:
+        versions = begin_at(place)
+    except OSError as error:
+        kept = _beside(path)
+        sentence = "versions of spaces cannot be read; "
+        sentence += "nothing older will be found" if kept is None else "those beside the disk tier are used"
+        log.warning(sentence, reason=str(error))
+        return version_file.unused() if kept is None else kept
+    if path is not None:
+        try:
+            version_file.keep(path, versions)
+        except OSError as error:
+            log.warning("versions of spaces cannot be kept beside the disk tier", reason=str(error))
+    return versions
+
+
+def _beside(path: Path | None) -> Versions | None:
+    try:
+        return version_file.load(path) if path is not None else None
+    except (OSError, version_file.UnreadableVersionsError):
+        return None
+
+
+def save_both(place: VersionPlace | None, path: Path | None, before: Versions, after: Versions) -> None:
+    """Keeps what has changed, durably, wherever versions are kept. Raises OSError."""
+    if place is not None:
+        save_at(place, before, after)
+    if path is not None:
+        version_file.save(path, before, after)
+
+
+def begin_at(place: VersionPlace) -> Versions:
+    """What is kept there; begun now if nothing is that can be read. Raises OSError."""
+    for _ in range(ATTEMPTS):
+        seen, text = place.load()
+        if text:
+            try:
+                return version_file.decode(text, place.where)
+            except version_file.UnreadableVersionsError as error:
+                log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
+        versions = version_file.unused()
+        if place.swap(seen, version_file.encode(versions)):
+            return versions
+    raise OSError(errno.EAGAIN, f"{place.where}: others change the versions all the time")
+
+
+def save_at(place: VersionPlace, before: Versions, after: Versions) -> None:
+    """Keeps what has changed; see ``version_file.save``. Raises OSError."""
+    for _ in range(ATTEMPTS):
+        seen, text = place.load()
+        try:
+            there = version_file.decode(text, place.where) if text else version_file.unused()
+        except version_file.UnreadableVersionsError as error:
+            log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
+            there = version_file.unused()
+        if place.swap(seen, version_file.encode(version_file.merged(there, before, after))):
+            return
+    raise OSError(errno.EAGAIN, f"{place.where}: others change the versions all the time")

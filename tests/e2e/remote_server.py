@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server process whose only lower tier is a remote one, and what every such tier must do for it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from kvgrpc import api
+from kvgrpc.client import Client
+from tests.e2e.disk_server import CHUNKS, DiskServer, engine
+from tests.served import wait_until
+from tests.tiers.stores import Store
+
+
+class RemoteServer(DiskServer):
+    """Without a disk. The prefetch wait is as long as there, and the tier's deadline is short."""
+
+    def __init__(self, folder: Path, *flags: str, name: str = "s") -> None:
+        super().__init__(folder, name)
+        self.flags = ["--page-size", "64KiB", "--prefetch-wait-ms", "10000", *flags]
+
+
+def it_comes_back_after_a_kill(server: RemoteServer) -> None:
+    """A fresh arena: right bytes, into other blocks, all from below."""
+    server.start()
+    with engine(server.address) as one:
+        for prompt in range(6):
+            assert one.store(prompt) == ["STORED"] * CHUNKS
+        server.wait_written(6 * CHUNKS, 60)
+        server.kill()
+        server.start()
+        one.wait_back()
+        assert [one.load(prompt) for prompt in range(6)] == [CHUNKS] * 6
+        assert server.tier().counters.get("writes", 0) == 0
+        assert server.counter("prefetched_objects") == 6 * CHUNKS
+        assert one.store(1) == ["RESIDENT"] * CHUNKS
+
+
+def clear_holds_after_a_kill(server: RemoteServer) -> None:
+    """Field report 3: nothing from before is found, whatever the server remembers; what was stored after it is."""
+    server.start()
+    with engine(server.address) as one, Client(server.address, "operator") as operator:
+        one.store(1)
+        server.wait_written(CHUNKS, 60)
+        operator.bump_generation(model="model")
+        assert one.load(1) == 0
+        one.store(2)
+        server.wait_written(2 * CHUNKS, 60)
+        server.kill()
+        server.start()
+        one.wait_back()
+        assert (one.load(1), one.load(2)) == (0, CHUNKS)
+        operator.clear(api.ClearTarget(all=True))
+        server.kill()
+        server.start()
+        one.wait_back()
+        assert (one.load(1), one.load(2)) == (0, 0)
+
+
+def stores_and_lookups_go_on_without_it(server: RemoteServer, store: Store) -> None:
+    """Field reports 13 and 20: the store hangs, then goes on; it is in use again within 10 s, by itself."""
+    server.start()
+    with engine(server.address) as one:
+        one.store(1)
+        server.wait_written(CHUNKS, 60)
+        store.signal(signal.SIGSTOP)
+        try:
+            for prompt in range(2, 10):
+                assert one.store(prompt) == ["STORED"] * CHUNKS
+                began = time.monotonic()
+                assert one.load(prompt) == CHUNKS
+                assert time.monotonic() - began < 2, "what is in L1 waits for nobody"
+            wait_until(lambda: server.counter("failed_writes") > 0, 20)
+        finally:
+            store.signal(signal.SIGCONT)
+        _used_again(server, one, CHUNKS)
+
+
+def it_may_be_absent_at_the_start(server: RemoteServer, start_store: object) -> None:
+    """Field report 20: the server serves within 5 s, and uses the store within 10 s of its start."""
+    assert callable(start_store)
+    began = time.monotonic()
+    server.start()
+    with engine(server.address) as one:
+        assert one.store(1) == ["STORED"] * CHUNKS
+        assert one.load(1) == CHUNKS
+        assert time.monotonic() - began < 25, "on a busy machine"
+        start_store()
+        _used_again(server, one, CHUNKS)
+
+
+def _used_again(server: RemoteServer, one: object, objects: int) -> None:
+    back, written, prompt = time.monotonic(), server.counter("written_objects"), 100
+    while server.counter("written_objects") < written + objects:
+        assert time.monotonic() - back < 20
+        prompt += 1
+        assert one.store(prompt) == ["STORED"] * CHUNKS  # type: ignore[attr-defined]
+        time.sleep(0.2)
+    assert server.status().arena.settling_bytes == 0

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The object store under a real server process: an S3 server of its own, and a local folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import remote_server
+from tests.e2e.disk_server import CHUNKS, engine
+from tests.e2e.remote_server import RemoteServer
+from tests.tiers.stores import BUCKET, Moto, moto
+
+URL = f"s3://{BUCKET}/kv"
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Moto]:
+    with moto(tmp_path) as one:
+        for name, value in one.environment().items():
+            monkeypatch.setenv(name, value)
+        yield one
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RemoteServer]:
+    flags = ("--object-store-url", URL, "--tier-deadline-ms", "3000")
+    with contextlib.closing(RemoteServer(tmp_path, *flags)) as one:
+        yield one
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[RemoteServer]:
+    with contextlib.closing(RemoteServer(tmp_path, "--object-store-url", (tmp_path / "objects").as_uri())) as one:
+        yield one
+
+
+@pytest.mark.usefixtures("s3")
+def test_after_a_kill_everything_that_was_written_is_there(server: RemoteServer) -> None:
+    remote_server.it_comes_back_after_a_kill(server)
+
+
+def test_the_same_from_a_local_folder(local: RemoteServer) -> None:
+    remote_server.it_comes_back_after_a_kill(local)
+
+
+def test_clear_holds_after_a_kill(local: RemoteServer) -> None:
+    remote_server.clear_holds_after_a_kill(local)
+
+
+def test_stores_and_lookups_go_on_while_it_stands_still(server: RemoteServer, s3: Moto) -> None:
+    remote_server.stores_and_lookups_go_on_without_it(server, s3)
+
+
+def test_it_may_be_absent_at_the_start(server: RemoteServer, s3: Moto) -> None:
+    s3.kill()
+    remote_server.it_may_be_absent_at_the_start(server, s3.start)
+
+
+def test_deleted_behind_its_back(local: RemoteServer) -> None:
+    """Field report 14: what is gone is no hit, and what is before it is."""
+    local.start()
+    with engine(local.address) as one:
+        one.store(1)
+        local.wait_written(CHUNKS, 60)
+        local.kill()
+        files = sorted((local.socket.parent / "objects").glob("objects/??/*"))
+        assert len(files) == CHUNKS
+        files[3].unlink()
+        local.start()
+        one.wait_back()
+        first = one.load(1)
+        assert first < CHUNKS
+        assert one.load(1) == first
+
+
+def test_two_servers_are_one_cache(tmp_path: Path) -> None:
+    flags = ("--object-store-url", (tmp_path / "objects").as_uri())
+    a, b = RemoteServer(tmp_path, *flags, name="a"), RemoteServer(tmp_path, *flags, name="b")
+    with contextlib.closing(a), contextlib.closing(b):
+        a.start()
+        b.start()
+        with engine(a.address) as one, engine(b.address) as two:
+            one.store(1)
+            a.wait_written(CHUNKS, 60)
+            assert two.load(1) == CHUNKS

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers of remote tiers, started for the tests and gone after them, and a proxy that spoils what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+BUCKET = "kvgrpc-tests"
+START_S = 60.0
+"""On a busy machine."""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 1):
+            return True
+    except OSError:
+        return False
+
+
+class Store:
+    """A server process on a port of the loopback."""
+
+    def __init__(self, log_file: Path, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.log_file = log_file
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, command: list[str], **environment: str) -> None:
+        """Returns when it accepts connections."""
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        end = time.monotonic() + START_S
+        while not answers(self.port):
+            assert self.process.poll() is None, self.log_file.read_text()
+            assert time.monotonic() < end, f"{command} does not listen"
+            time.sleep(0.05)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+class Moto(Store):
+    """An S3 server that keeps everything in its memory."""
+
+    def start(self, **environment: str) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.run(command, **environment)
+        self.client().create_bucket(Bucket=BUCKET)
+
+    def client(self):
+        """Of another library: it sees what a tier has done from outside."""
+        import boto3  # here: takes a second
+        from botocore.config import Config
+
+        config = Config(read_timeout=60, retries={"max_attempts": 3})
+        names = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+        return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", config=config, **names)
+
+    def environment(self, port: int = 0) -> dict[str, str]:
+        """What a server of this project needs to find it; or what stands at ``port`` in its stead."""
+        names = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+        return {**names, "AWS_ALLOW_HTTP": "true", "AWS_ENDPOINT": f"http://127.0.0.1:{port or self.port}"}
+
+
+@contextlib.contextmanager
+def moto(folder: Path, **environment: str) -> Iterator[Moto]:
+    store = Moto(folder / "moto.log")
+    try:
+        store.start(**environment)
+        yield store
+    finally:
+        store.kill()
+
+
+class Proxy:
+    """Between a tier and its server, on the test's loop. Steered by: ``answer`` (said to every request, and the server
+    is not asked), ``cut_after`` (bytes of answers on a connection, then it is closed), ``bytes_per_s`` of answers.
+    Counts ``requests`` that ``answer`` was said to, and ``passed`` bytes of answers.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self._behind = behind
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.answer: bytes | None = None
+        self.cut_after: int | None = None
+        self.bytes_per_s: float | None = None
+        self.requests = 0
+        self.passed = 0
+        self.port = 0
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._met, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await (self._pass(reader, writer) if self.answer is None else self._refuse(reader, writer))
+        writer.close()
+
+    async def _refuse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        self.requests += 1
+        assert self.answer is not None
+        writer.write(self.answer)
+        await writer.drain()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # what is slow here is slow there
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._behind))
+        there, back = await asyncio.open_connection(sock=sock)
+        up = asyncio.ensure_future(self._pump(reader, back, answers=False))
+        try:
+            await self._pump(there, writer, answers=True)
+        finally:
+            up.cancel()
+            back.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool) -> None:
+        passed = 0
+        while part := await reader.read(1 << 16):
+            if answers:
+                if self.cut_after is not None and passed + len(part) > self.cut_after:
+                    writer.write(part[: max(self.cut_after - passed, 0)])
+                    await writer.drain()
+                    return
+                passed += len(part)
+                self.passed += len(part)
+                if self.bytes_per_s:
+                    await asyncio.sleep(len(part) / self.bytes_per_s)
+            writer.write(part)
+            await writer.drain()
+
+
+def http_answer(status: str, body: bytes = b"") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
