@@ -100,7 +100,8 @@ def test_commands_in_pages_exist() -> None:
 
 
 def test_targets_of_make_in_pages_exist() -> None:
-    known = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefiles = [ROOT / "Makefile", *ROOT.glob("*/*.mk")]
+    known = {name for file in makefiles for name in re.findall(r"^([a-z][a-z0-9-]*):", file.read_text(), re.MULTILINE)}
     named = {
         (name_of(page), target)
         for page in PAGES
