@@ -77,8 +77,8 @@ HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm
 
 helm: $(HELMS) ## the two helm versions that the tests of the chart run
 
-build/helm/%/helm: tests/deploy/fetch_helm.py | $(STAMP)
-	$(PY) -m tests.deploy.fetch_helm $* $@
+build/helm/%/helm: tests/deploy/fetch_helm.py
+	$(PYTHON) -m tests.deploy.fetch_helm $* $@
 
 # The binaries that the tests of alerts and dashboard run; from the PATH, else out of Debian's package.
 PROMTOOL := build/prometheus/promtool

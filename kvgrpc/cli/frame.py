@@ -53,10 +53,9 @@ def compared(address: str, now: Snapshot, before: Snapshot | None, seconds: floa
     return Look(address, now, before, seconds)
 
 
-def frame(look: Look, width: int, height: int, note: str = "") -> Text:
-    """At most ``height`` lines of at most ``width`` cells; the last one says ``note`` or how to leave."""
-    lines = [*_lines(look, width, height - 1)][: height - 1]
-    lines.append(Text(note, style="bold red") if note else Text("q ends", style="dim"))
+def frame(look: Look, width: int, height: int, last: Text) -> Text:
+    """At most ``height`` lines of at most ``width`` cells."""
+    lines = [*_lines(look, width, height - 1)][: height - 1] + [last] * bool(last)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)

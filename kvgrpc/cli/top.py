@@ -30,6 +30,8 @@ from kvgrpc.core.errors import Refusal
 
 CALL_S = 2.0
 """A server that takes longer is shown as one that does not answer."""
+WIDTH, LINES = 80, 1000
+"""Of a frame that is printed where there is no terminal; all engines have a line there."""
 KEYS_THAT_END = b"qQ\x03\x04"
 
 
@@ -68,7 +70,8 @@ class _Watch:
             await self._look(client)
             await asyncio.sleep(self._interval_s)
             await self._look(client)
-        self._console.print(self._frame(80 if not sys.stdout.isatty() else self._console.width, 1000))
+        width = self._console.width if sys.stdout.isatty() else WIDTH
+        self._console.print(self._frame(width, LINES, Text()))
 
     async def run(self) -> None:
         """Until a key or a signal ends it."""
@@ -81,7 +84,8 @@ class _Watch:
                     await asyncio.wait({looking, ending}, return_when=asyncio.FIRST_COMPLETED)
                     looking.cancel()
                     if not over.is_set():
-                        live.update(self._frame(*self._console.size), refresh=True)
+                        last = Text(self._note, style="bold red") if self._note else Text("q ends", style="dim")
+                        live.update(self._frame(*self._console.size, last), refresh=True)
                         await asyncio.wait({ending}, timeout=self._interval_s)
 
     async def _look(self, client: AioClient) -> None:
@@ -97,12 +101,12 @@ class _Watch:
             self._note = f"{time.strftime('%H:%M:%S')} no answer, asking again: {first}"
             self._before = None
 
-    def _frame(self, width: int, height: int) -> Text:
+    def _frame(self, width: int, height: int, last: Text) -> Text:
         if self._now is None:
             return waiting(self._note or f"asking {self._target}", width)
         at, snapshot = self._now
         then, before = self._before or (at, None)
-        return frame(compared(self._target, snapshot, before, at - then), width, height, self._note)
+        return frame(compared(self._target, snapshot, before, at - then), width, height, last)
 
 
 @contextmanager

@@ -7,13 +7,15 @@ Used on the event loop only, but read from any thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from kvgrpc.runtime.figures import Spread
+from kvgrpc.runtime.figures import SECONDS, Spread
 
 M = TypeVar("M")
 OK = "OK"
+OPERATOR_SECONDS = (1.0,)
+"""Bounds for operators' calls, which are few: each bound of each method is a series."""
 
 
 class StatusFigures:
@@ -21,8 +23,8 @@ class StatusFigures:
 
     __slots__ = ("received", "seconds", "sent")
 
-    def __init__(self) -> None:
-        self.seconds = Spread()
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.seconds = Spread(bounds)
         self.received = Spread(())
         self.sent = Spread(())
 
@@ -30,16 +32,17 @@ class StatusFigures:
 class MethodFigures:
     """Calls of one method."""
 
-    __slots__ = ("started", "statuses")
+    __slots__ = ("_bounds", "started", "statuses")
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
         self.started = 0
-        self.statuses = {OK: StatusFigures()}
+        self.statuses = {OK: StatusFigures(bounds)}
 
     def ended(self, status: str, seconds: float, received_bytes: int) -> None:
         figures = self.statuses.get(status)
         if figures is None:
-            figures = self.statuses[status] = StatusFigures()
+            figures = self.statuses[status] = StatusFigures(self._bounds)
         figures.seconds.add(seconds)
         figures.received.add(received_bytes)
         if status != OK:
@@ -61,5 +64,7 @@ class RpcFigures:
     """Calls of all methods, by full path, and refusals by reason."""
 
     def __init__(self, methods: Iterable[str]) -> None:
-        self.methods = {method: MethodFigures() for method in methods}
+        self.methods = {
+            method: MethodFigures(OPERATOR_SECONDS if "AdminService" in method else SECONDS) for method in methods
+        }
         self.refusals: Counter[str] = Counter()

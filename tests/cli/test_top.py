@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from kvgrpc.api import ArenaStatus, ServerStatus, TierStatus
 from kvgrpc.cli.frame import Look, arena_map, compared, frame
@@ -146,7 +147,7 @@ def test_one_frame_needs_no_terminal() -> None:
     with serving("--l1-size", "64MiB") as server:
         done = run("top", "--once", "--interval-ms", "100", "--address", server.address)
         assert done.returncode == 0, done.stderr
-        assert "of 64 MiB" in done.stdout and "\x1b" not in done.stdout
+        assert "of 64 MiB" in done.stdout and "\x1b" not in done.stdout and "q ends" not in done.stdout
         live = run("top", "--address", server.address)
     assert live.returncode == 2 and "--once" in live.stderr
 
@@ -168,12 +169,14 @@ def test_rates_are_what_has_grown() -> None:
     before = server_of(snapshot(), counters={"lookup_tokens": 1000, "hit_tokens": 920, "loaded_bytes": 0, "lookups": 1})
     counters = {"lookup_tokens": 3000, "hit_tokens": 1920, "loaded_bytes": 5_000_000_000, "lookups": 11}
     now = server_of(before, counters=counters)
-    text = frame(compared("unix:/s", now, before, 2.0), WIDTH, HEIGHT).plain
+    text = frame(compared("unix:/s", now, before, 2.0), WIDTH, HEIGHT, Text("q ends")).plain
     assert re.search(r"hit rate +50\.0%  since start 64\.0%", text)
     assert re.search(r"load +2\.50 GB/s", text)
     assert re.search(r"lookups +5\.0/s", text)
     restarted = server_of(now, server_epoch=b"\3" * 16)
-    assert re.search(r"load +0\.00 kB/s", frame(compared("unix:/s", restarted, before, 2.0), WIDTH, HEIGHT).plain)
+    assert re.search(
+        r"load +0\.00 kB/s", frame(compared("unix:/s", restarted, before, 2.0), WIDTH, HEIGHT, Text("q ends")).plain
+    )
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 3)])
@@ -182,7 +185,7 @@ def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
     engines = tuple(replace(one.engines[0], engine=f"{number:016x}", pins=number) for number in range(200))
     tiers = tuple(TierStatus(f"tier{number}", number > 1, 1 << 40, 3, 4, 5) for number in range(6))
     crowd = replace(server_of(one, tiers=tiers), engines=engines)
-    lines = frame(compared("unix:/" + "x" * 200, crowd, one, 1.0), width, height, "a note").plain.splitlines()
+    lines = frame(compared("unix:/" + "x" * 200, crowd, one, 1.0), width, height, Text("a note")).plain.splitlines()
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert lines[-1].startswith("a note"[:width])

@@ -100,7 +100,8 @@ def test_commands_in_pages_exist() -> None:
 
 
 def test_targets_of_make_in_pages_exist() -> None:
-    known = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefiles = [ROOT / "Makefile", *ROOT.glob("*/*.mk")]
+    known = {name for file in makefiles for name in re.findall(r"^([a-z][a-z0-9-]*):", file.read_text(), re.MULTILINE)}
     named = {
         (name_of(page), target)
         for page in PAGES
@@ -127,6 +128,13 @@ def test_flags_in_pages_exist() -> None:
     pages = [ROOT / f"docs/{name}.md" for name in ("troubleshooting", "compatibility", "security", "telemetry")]
     named = {flag for page in pages for flag in re.findall(r"`(--[a-z][a-z-]+)", page.read_text())}
     assert len(named) > 20
+    assert named - known == set()
+
+
+def test_series_in_pages_exist() -> None:
+    known = set(re.findall(r"`(kvgrpc_[a-z_]+)`", (ROOT / "docs/telemetry.md").read_text()))
+    named = {name for page in PAGES for name in re.findall(r"`(kvgrpc_[a-z_]+)(?:\{[^`]*)?`", page.read_text())}
+    assert len(named) > 10
     assert named - known == set()
 
 

@@ -17,6 +17,7 @@ from array import array
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -134,7 +135,7 @@ def idle(seconds: float) -> Idled:
             pipes.append(ours)
         assert [pipe.recv() for pipe in pipes] == [IDLE, BUSY]
         with grpc.insecure_channel(server.address) as channel, Client(server.address) as admin:
-            health = health_pb2_grpc.HealthStub(channel)
+            health: Any = health_pb2_grpc.HealthStub(channel)
             asked: list[float] = []
             memory_first, end = 0, time.monotonic() + seconds
             while (now := time.monotonic()) < end:

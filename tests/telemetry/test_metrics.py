@@ -86,6 +86,10 @@ async def every_call(server: Watched) -> None:
     held = await admin.pin(engine.space, prompt, 60_000)
     await admin.unpin(held.pin_id)
     await admin.warm(engine.space, prompt, 1000)
+    await admin.inspect(engine.space, prompt)
+    recording = admin.record_trace()
+    await anext(recording)
+    await recording.aclose()
     answer = await engine.lookup(prompt)
     await engine.scheduler.query(engine.engine_id, answer.job_id)
     await engine.retrieve(answer, blocks)
@@ -109,7 +113,7 @@ async def test_every_series_is_there_from_the_first_scrape_and_moves_with_its_ca
         await every_call(server)
         after = server.scrape()
         new = {name for name in after if name not in first}
-        assert {dict(labels)["grpc_status"] for _, labels in new} <= {"CANCELLED"}  # how every Attach ends
+        assert {dict(labels)["grpc_status"] for _, labels in new} <= {"CANCELLED"}  # how every stream ends
         growing = {name: value for name, value in first.items() if name[0].endswith(("_total", "_count", "_bucket"))}
         assert {name for name, value in growing.items() if value and not name[0].startswith("process_")} == set()
         started = server.moved(first, "grpc_server_call_started_total")
