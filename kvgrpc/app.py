@@ -121,6 +121,14 @@ def make_tiers(settings: Settings) -> LowerTiers:
         disk.start()
         found.append(disk)
         path = settings.disk_path / "versions.json"
+    if settings.valkey_url is not None:
+        try:
+            from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions  # an extra
+        except ImportError as error:
+            text = f"--valkey-url needs redis ({error}): pip install 'kvgrpc[valkey]'"
+            raise SettingsError(text) from error
+        found.append(ValkeyTier(settings.valkey_url, settings.valkey_ttl_ms, guard.deadline_s))
+        shared = ValkeyVersions(settings.valkey_url)
     if settings.object_store_url is not None:
         try:
             from kvgrpc.tiers.objectstore import ObjectStoreTier, ObjectStoreVersions  # an extra
@@ -128,7 +136,7 @@ def make_tiers(settings: Settings) -> LowerTiers:
             text = f"--object-store-url needs obstore ({error}): pip install 'kvgrpc[objectstore]'"
             raise SettingsError(text) from error
         found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s))
-        shared = ObjectStoreVersions(settings.object_store_url)
+        shared = ObjectStoreVersions(settings.object_store_url)  # of both, what lasts longer
     return LowerTiers({tier.name: Guarded(tier, guard) for tier in found}, shared, path)
 
 

@@ -14,7 +14,7 @@ import asyncio
 import errno
 import os
 from collections import Counter, OrderedDict, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
-from kvgrpc.tiers.envelope import HEADER_BYTES, check_header, seal
+from kvgrpc.tiers.envelope import HEADER_BYTES, check_header
 from kvgrpc.tiers.pieces import Draining, Filling, Usage, run_whole
 
 if TYPE_CHECKING:  # stubs only
@@ -220,11 +220,10 @@ class ObjectStoreTier:
 
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
         async with self._writes:
-            header = await run_whole(self._copies, lambda: None, seal, object, data)
-            whole = HEADER_BYTES + object.size_bytes
-            draining = Draining(header, data, PART_BYTES)
+            whole, draining = HEADER_BYTES + object.size_bytes, Draining(data)
             try:
-                await self._put(object.name, iter(draining), whole)
+                header = await run_whole(self._copies, draining.stop, draining.seal, object)
+                await self._put(object.name, draining.pieces(PART_BYTES, header), whole)
             except FileNotFoundError as error:
                 raise TierFault(FaultReason.IO, f"{object.name}: the bucket is not there") from error
             except (BaseError, OSError, ValueError) as error:
@@ -234,7 +233,7 @@ class ObjectStoreTier:
             self._bad.pop(object.name, None)
             self._usage.add(whole)
 
-    async def _put(self, name: str, pieces: Any, whole: int) -> None:
+    async def _put(self, name: str, pieces: Iterator[bytes], whole: int) -> None:
         store, key = self._opened(), object_key(name)
         if whole <= PART_BYTES:
             await obstore.put_async(store, key, next(pieces), use_multipart=False)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import FaultReason, TierFault
-from kvgrpc.tiers.envelope import HEADER_BYTES, Opening
+from kvgrpc.tiers.envelope import HEADER_BYTES, Opening, Sealing
 
 T = TypeVar("T")
 
@@ -75,12 +75,10 @@ class Filling:
 
 
 class Draining:
-    """An object's bytes, header first, in copies of ``piece_bytes``, on whatever thread it is asked for them; not after
-    ``stop``."""
+    """An object's bytes, taken out of their buffers on whatever thread; not after ``stop``: then BufferError."""
 
-    def __init__(self, header: bytes, data: Sequence[memoryview], piece_bytes: int) -> None:
-        self._parts = [memoryview(header), *data]
-        self._piece_bytes = piece_bytes
+    def __init__(self, data: Sequence[memoryview]) -> None:
+        self._data = data
         self._stopped = False
         self._touching = Lock()
 
@@ -89,9 +87,19 @@ class Draining:
         with self._touching:
             self._stopped = True
 
-    def __iter__(self) -> Iterator[bytes]:
-        room, views = self._piece_bytes, list[memoryview]()
-        for part in self._parts:
+    def seal(self, object: ObjectName) -> bytes:
+        """The header."""
+        sealing = Sealing(object)
+        for step in _steps(self._data):
+            with self._touching:
+                self._check()
+                sealing.update(step)
+        return sealing.header()
+
+    def pieces(self, piece_bytes: int, header: bytes = b"") -> Iterator[bytes]:
+        """Copies, in order, the header first, each but the last of that length."""
+        room, views = piece_bytes, list[memoryview]()
+        for part in (memoryview(header), *self._data):
             at = 0
             while at < len(part):
                 view = part[at : at + room]
@@ -99,16 +107,19 @@ class Draining:
                 at += len(view)
                 room -= len(view)
                 if not room:
-                    yield self._joined(views)
-                    room, views = self._piece_bytes, []
+                    yield self._copy(views)
+                    room, views = piece_bytes, []
         if views:
-            yield self._joined(views)
+            yield self._copy(views)
 
-    def _joined(self, views: list[memoryview]) -> bytes:
+    def _copy(self, views: list[memoryview]) -> bytes:
         with self._touching:
-            if self._stopped:
-                raise BufferError("the object's buffers were given back")
+            self._check()
             return b"".join(views)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise BufferError("the object's buffers were given back")
 
 
 def _steps(parts: Sequence[memoryview]) -> Iterator[memoryview]:
