@@ -59,6 +59,18 @@ def test_it_may_be_absent_at_the_start(server: RemoteServer, store: Keys) -> Non
     remote_server.it_may_be_absent_at_the_start(server, store.start)
 
 
+def test_sigterm_writes_what_waits(server: RemoteServer) -> None:
+    remote_server.sigterm_writes_what_waits(server)
+
+
+def test_under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:
+    remote_server.under_constant_eviction_every_hit_is_right(server)
+
+
+def test_aborted_lookups_give_everything_back(server: RemoteServer, store: Keys) -> None:
+    remote_server.aborted_lookups_give_everything_back(server, store)
+
+
 def test_deleted_behind_its_back(server: RemoteServer, store: Keys) -> None:
     """Field report 14: what is gone is no hit; the second lookup does not read it again."""
     server.start()
