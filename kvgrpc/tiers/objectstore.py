@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -98,6 +100,7 @@ class ObjectStoreTier:
         self._bad: OrderedDict[str, None] = OrderedDict()
         """Damaged objects that could not be removed."""
         self._usage = Usage(self._count)
+        self._rooms = Rooms()
 
     @property
     def name(self) -> str:
@@ -223,7 +226,7 @@ class ObjectStoreTier:
             whole, draining = HEADER_BYTES + object.size_bytes, Draining(data)
             try:
                 header = await run_whole(self._copies, draining.stop, draining.seal, object)
-                await self._put(object.name, draining.pieces(PART_BYTES, header), whole)
+                await self._put(object.name, self._rooms.parts(header, draining), whole)
             except FileNotFoundError as error:
                 raise TierFault(FaultReason.IO, f"{object.name}: the bucket is not there") from error
             except (BaseError, OSError, ValueError) as error:
@@ -233,7 +236,7 @@ class ObjectStoreTier:
             self._bad.pop(object.name, None)
             self._usage.add(whole)
 
-    async def _put(self, name: str, pieces: Iterator[bytes], whole: int) -> None:
+    async def _put(self, name: str, pieces: Iterator[memoryview], whole: int) -> None:
         store, key = self._opened(), object_key(name)
         if whole <= PART_BYTES:
             await obstore.put_async(store, key, next(pieces), use_multipart=False)
@@ -269,6 +272,54 @@ class ObjectStoreTier:
     async def close(self) -> None:
         await self._usage.close()
         await asyncio.to_thread(self._copies.shutdown)
+
+
+class Rooms:
+    """Memory of parts, used again when the client has let go of it: fresh memory would cost more than the copies.
+
+    Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: list[mmap.mmap] = []
+        self._out: list[tuple[mmap.mmap, memoryview]] = []
+
+    def parts(self, header: bytes, draining: Draining) -> Iterator[memoryview]:
+        """Of one write."""
+        at = len(header)
+        while True:
+            room = self._get()
+            whole = memoryview(room)
+            whole[:at] = header[:at]
+            view = whole[: at + draining.take(whole[at:])]
+            try:
+                if not len(view):
+                    return
+                yield view
+            finally:
+                with self._lock:
+                    self._out.append((room, view))
+            at = 0
+
+    def _get(self) -> mmap.mmap:
+        with self._lock:
+            out, self._out = self._out, []
+            for room, view in out:
+                if _let_go(view):
+                    self._free.append(room)
+                else:
+                    self._out.append((room, view))
+            room = self._free.pop() if self._free else None
+        return room if room is not None and len(room) == PART_BYTES else mmap.mmap(-1, PART_BYTES)
+
+
+def _let_go(view: memoryview) -> bool:
+    """Whether nobody reads it any more."""
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True
 
 
 class ObjectStoreVersions:

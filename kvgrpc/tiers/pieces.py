@@ -16,8 +16,8 @@ from kvgrpc.tiers.envelope import HEADER_BYTES, Opening, Sealing
 
 T = TypeVar("T")
 
-STEP_BYTES = 1 << 20
-"""Copied while the interpreter lock is held, then hashed without it."""
+STEP_BYTES = 256 << 10
+"""Copied while the interpreter lock is held, then hashed without it, while it is in the cache."""
 COUNT_S = 600.0
 """How long a count of what a tier holds is good."""
 
@@ -75,10 +75,13 @@ class Filling:
 
 
 class Draining:
-    """An object's bytes, taken out of their buffers on whatever thread; not after ``stop``: then BufferError."""
+    """An object's bytes, taken out of their buffers in order, on whatever thread; not after ``stop``: then
+    BufferError."""
 
     def __init__(self, data: Sequence[memoryview]) -> None:
         self._data = data
+        self._steps = _steps(data)
+        self._step: memoryview = memoryview(b"")
         self._stopped = False
         self._touching = Lock()
 
@@ -88,7 +91,7 @@ class Draining:
             self._stopped = True
 
     def seal(self, object: ObjectName) -> bytes:
-        """The header."""
+        """The header, of all bytes."""
         sealing = Sealing(object)
         for step in _steps(self._data):
             with self._touching:
@@ -96,26 +99,22 @@ class Draining:
                 sealing.update(step)
         return sealing.header()
 
-    def pieces(self, piece_bytes: int, header: bytes = b"") -> Iterator[bytes]:
-        """Copies, in order, the header first, each but the last of that length."""
-        room, views = piece_bytes, list[memoryview]()
-        for part in (memoryview(header), *self._data):
-            at = 0
-            while at < len(part):
-                view = part[at : at + room]
-                views.append(view)
-                at += len(view)
-                room -= len(view)
-                if not room:
-                    yield self._copy(views)
-                    room, views = piece_bytes, []
-        if views:
-            yield self._copy(views)
-
-    def _copy(self, views: list[memoryview]) -> bytes:
-        with self._touching:
-            self._check()
-            return b"".join(views)
+    def take(self, into: memoryview) -> int:
+        """Copies the next bytes; how many, less than there is room for at the end only."""
+        done = 0
+        while done < len(into):
+            if not len(self._step):
+                step = next(self._steps, None)
+                if step is None:
+                    break
+                self._step = step
+            size = min(len(into) - done, len(self._step))
+            with self._touching:
+                self._check()
+                into[done : done + size] = self._step[:size]
+            self._step = self._step[size:]
+            done += size
+        return done
 
     def _check(self) -> None:
         if self._stopped:

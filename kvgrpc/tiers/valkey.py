@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import secrets
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +28,16 @@ from typing import Any, TypeVar
 
 import redis
 import structlog
+from redis._parsers import Encoder
 from redis.backoff import ExponentialBackoff
 from redis.cluster import RedisCluster
+from redis.connection import PythonRespSerializer
 from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterException, RedisError
 from redis.retry import Retry
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
-from kvgrpc.tiers.envelope import HEADER_BYTES, check_header
+from kvgrpc.tiers.envelope import HEADER_BYTES, Sealing, check_header
 from kvgrpc.tiers.pieces import Draining, Filling, Usage
 
 T = TypeVar("T")
@@ -50,6 +54,7 @@ PROBES = 1000
 VERSIONS_KEY = "kvgrpc:{versions}"
 ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
 
+_ENCODE: Any = Encoder("utf-8", "strict", False).encode  # pyright: ignore[reportUnknownMemberType]
 _TAIL = struct.Struct("<16sII")
 """Id of the write, bytes of a piece, pieces."""
 _PIECES_MOST = 1 << 16
@@ -76,6 +81,7 @@ def connect(url: str, deadline_s: float) -> Any:
         "socket_timeout": deadline_s,
         "socket_connect_timeout": min(2.0, deadline_s),
         "socket_read_size": PIECE_BYTES,
+        "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
     }
     plain = url.replace("valkey", "redis", 1)
@@ -208,22 +214,29 @@ class ValkeyTier:
 
     def _write(self, object: ObjectName, draining: Draining) -> int:
         """Pieces first, then what names them; bytes of what was replaced."""
-        key, client = object_key(object.name), self._connected()
-        header = draining.seal(object)
+        key, client, room = object_key(object.name), self._connected(), _scratch()
+        sealing = Sealing(object)
+
+        def take(number: int) -> memoryview:
+            view = room[number % GROUP * PIECE_BYTES :][:PIECE_BYTES]
+            view = view[: draining.take(view)]
+            sealing.update(view)
+            return view
+
         freed, old_keys = self._kept(key)
         if object.size_bytes <= PIECE_BYTES:
-            client.set(key, b"".join([header, *draining.pieces(PIECE_BYTES)]), px=self._ttl_ms)
+            piece = take(0)
+            client.set(key, b"".join([sealing.header(), piece]), px=self._ttl_ms)
         else:
             count = -(-object.size_bytes // PIECE_BYTES)
             tail = _TAIL.pack(secrets.token_bytes(16), PIECE_BYTES, count)
             keys, _ = _pieces_of(key, memoryview(tail))
-            pieces = draining.pieces(PIECE_BYTES)
             for at in range(0, count, GROUP):
                 pipeline = client.pipeline(transaction=False)
-                for piece in keys[at : at + GROUP]:
-                    pipeline.set(piece, next(pieces), px=self._ttl_ms)
+                for number, piece_key in enumerate(keys[at : at + GROUP], at):
+                    pipeline.set(piece_key, take(number), px=self._ttl_ms)
                 pipeline.execute()
-            client.set(key, header + tail, px=self._ttl_ms)
+            client.set(key, sealing.header() + tail, px=self._ttl_ms)
         if old_keys:
             client.unlink(*old_keys)
         return freed
@@ -274,6 +287,16 @@ class ValkeyTier:
             await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
         if self._client is not None:
             self._client.close()
+
+
+_local = threading.local()
+
+
+def _scratch() -> memoryview:
+    """Room for a group of pieces, of this thread: fresh memory for each would cost more than the copies."""
+    if len(getattr(_local, "room", b"")) != GROUP * PIECE_BYTES:
+        _local.room = memoryview(mmap.mmap(-1, GROUP * PIECE_BYTES))
+    return _local.room
 
 
 def _pieces_of(key: str, tail: memoryview) -> tuple[list[str], int]:
