@@ -71,7 +71,7 @@ class Ours:
 
 class BareObjects:
     def __init__(self, url: str, source: bytes) -> None:
-        self._store, self._source = open_store(url, DEADLINE_S), source
+        self._store, self._source = open_store(url, DEADLINE_S, True), source
 
     async def write(self, number: int) -> None:
         await obstore.put_async(self._store, f"bare/{number}", self._source)
@@ -132,7 +132,7 @@ async def compare(
 async def measure(repetitions: int, folder: Path) -> list[Figure]:
     source, figures = random.Random(1).randbytes(SIZE), list[Figure]()
     url = (folder / "objects").as_uri()
-    tier: Tier = ObjectStoreTier(url, DEADLINE_S)
+    tier: Tier = ObjectStoreTier(url, DEADLINE_S, plain_http=True)
     figures += await compare("local folder", Ours(tier, source), BareObjects(url, source), 8, repetitions, ">= 0.8")
     await tier.close()
     with keys(folder, valkey_program()) as store:
@@ -142,7 +142,7 @@ async def measure(repetitions: int, folder: Path) -> list[Figure]:
     with moto(folder) as s3:
         os.environ.update(s3.environment())
         url = f"s3://{BUCKET}/bench"
-        tier = ObjectStoreTier(url, DEADLINE_S)
+        tier = ObjectStoreTier(url, DEADLINE_S, plain_http=True)
         figures += await compare("s3", Ours(tier, source), BareObjects(url, source), 4, repetitions, None)
         await tier.close()
     return figures

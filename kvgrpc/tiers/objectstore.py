@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
-import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +50,6 @@ PROBES_MOST = 64
 RETRIES = 2
 """Of a request that met a dropped connection or a 5xx."""
 BAD_MOST = 10_000
-CLOUDS = ("AWS", "GOOGLE", "AZURE")
 STORES: Any = {"file": LocalStore, "s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
@@ -59,15 +57,14 @@ _list: Any = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnkn
 """Its stubs are not whole."""
 
 
-def open_store(url: str, deadline_s: float) -> ObjectStore:
+def open_store(url: str, deadline_s: float, plain_http: bool) -> ObjectStore:
     """Raises BaseError, OSError or ValueError: the store cannot be had, or not yet."""
     if url.startswith("file:"):
         return STORES["file"].from_url(url, mkdir=True)
-    plain = any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in CLOUDS)
-    client: ClientConfig = {  # what is given here hides that variable from obstore
+    client: ClientConfig = {  # what is given here hides the variables of obstore
         "connect_timeout": timedelta(seconds=2),
         "timeout": timedelta(seconds=deadline_s),
-        "allow_http": plain,
+        "allow_http": plain_http,
     }
     retry: RetryConfig = {
         "max_retries": RETRIES,
@@ -87,10 +84,13 @@ class ObjectStoreTier:
     Threads: one event loop; bytes are copied and hashed by threads of its own.
     """
 
-    def __init__(self, url: str, deadline_s: float = 10.0, *, name: str = "objectstore") -> None:
+    def __init__(
+        self, url: str, deadline_s: float = 10.0, *, plain_http: bool = False, name: str = "objectstore"
+    ) -> None:
         self._name = name
         self._url = url
         self._deadline_s = deadline_s
+        self._plain_http = plain_http
         self._store: ObjectStore | None = None
         self._pieces = asyncio.Semaphore(PIECES_MOST)
         self._writes = asyncio.Semaphore(WRITES_MOST)
@@ -117,7 +117,7 @@ class ObjectStoreTier:
     def _opened(self) -> ObjectStore:
         if self._store is None:
             try:
-                self._store = open_store(self._url, self._deadline_s)
+                self._store = open_store(self._url, self._deadline_s, self._plain_http)
             except (BaseError, OSError, ValueError) as error:
                 raise _fault(error, self._url) from error
         return self._store
@@ -326,10 +326,11 @@ class ObjectStoreVersions:
     """VersionPlace: one small object a change, by number, made only if it is not there; the last one counts. More than
     that a store need not be able to do."""
 
-    def __init__(self, url: str, deadline_s: float = 5.0) -> None:
+    def __init__(self, url: str, deadline_s: float = 4.0, *, plain_http: bool = False) -> None:
         self.where = f"{url}/versions"
         self._url = url
         self._deadline_s = deadline_s
+        self._plain_http = plain_http
 
     def _numbers(self, store: ObjectStore) -> list[int]:
         listed = _list(store, prefix="versions").collect()
@@ -338,7 +339,7 @@ class ObjectStoreVersions:
 
     def load(self) -> tuple[int, bytes]:
         try:
-            store = open_store(self._url, self._deadline_s)
+            store = open_store(self._url, self._deadline_s, self._plain_http)
             for _ in range(3):
                 numbers = self._numbers(store)
                 if not numbers:
@@ -353,7 +354,7 @@ class ObjectStoreVersions:
 
     def swap(self, seen: int, text: bytes) -> bool:
         try:
-            store = open_store(self._url, self._deadline_s)
+            store = open_store(self._url, self._deadline_s, self._plain_http)
             obstore.put(store, _version_key(seen + 1), text, mode="create")
             numbers = self._numbers(store)
             for number in numbers[:-2]:

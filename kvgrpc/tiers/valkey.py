@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
-import os
 import secrets
 import struct
 import threading
@@ -51,10 +50,11 @@ THREADS = 8
 RETRIES = 2
 """Of a command that met a dropped connection."""
 PROBES = 1000
+NO_LOGIN = ("", "")
 VERSIONS_KEY = "kvgrpc:{versions}"
 ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
 
-_ENCODE: Any = Encoder("utf-8", "strict", False).encode  # pyright: ignore[reportUnknownMemberType]
+_ENCODE: Any = Encoder("utf-8", "strict", False).encode  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _TAIL = struct.Struct("<16sII")
 """Id of the write, bytes of a piece, pieces."""
 _PIECES_MOST = 1 << 16
@@ -72,12 +72,12 @@ def object_key(name: str) -> str:
     return f"kvgrpc:{{{name}}}"
 
 
-def connect(url: str, deadline_s: float) -> Any:
-    """A client of the server, or of the cluster that it belongs to; name and password from VALKEY_USERNAME and
-    VALKEY_PASSWORD. Raises what is in ERRORS."""
+def connect(url: str, deadline_s: float, login: tuple[str, str] = NO_LOGIN) -> Any:
+    """A client of the server, or of the cluster that it belongs to; ``login`` is (name, password). Raises what
+    is in ERRORS."""
     options: dict[str, Any] = {
-        "username": os.environ.get("VALKEY_USERNAME") or None,
-        "password": os.environ.get("VALKEY_PASSWORD") or None,
+        "username": login[0] or None,
+        "password": login[1] or None,
         "socket_timeout": deadline_s,
         "socket_connect_timeout": min(2.0, deadline_s),
         "socket_read_size": PIECE_BYTES,
@@ -103,11 +103,20 @@ class ValkeyTier:
     waiting for the server until ``deadline_s``, but not with its buffers.
     """
 
-    def __init__(self, url: str, ttl_ms: int, deadline_s: float = 10.0, *, name: str = "valkey") -> None:
+    def __init__(
+        self,
+        url: str,
+        ttl_ms: int,
+        deadline_s: float = 10.0,
+        login: tuple[str, str] = NO_LOGIN,
+        *,
+        name: str = "valkey",
+    ) -> None:
         self._name = name
         self._url = url
         self._ttl_ms = ttl_ms
         self._deadline_s = deadline_s
+        self._login = login
         self._client: Any = None
         self._connecting = Lock()
         self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgrpc-valkey-read")
@@ -130,7 +139,7 @@ class ValkeyTier:
     def _connected(self) -> Any:
         with self._connecting:
             if self._client is None:
-                self._client = connect(self._url, self._deadline_s)
+                self._client = connect(self._url, self._deadline_s, self._login)
             return self._client
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
@@ -315,10 +324,11 @@ def _lengths(client: Any, keys: list[Any]) -> int:
 class ValkeyVersions:
     """VersionPlace: one key without a time to live, changed by a script, so that nobody comes between."""
 
-    def __init__(self, url: str, deadline_s: float = 4.0) -> None:
+    def __init__(self, url: str, deadline_s: float = 4.0, login: tuple[str, str] = NO_LOGIN) -> None:
         self.where = f"{VERSIONS_KEY} of {url}"
         self._url = url
         self._deadline_s = deadline_s
+        self._login = login
 
     def load(self) -> tuple[int, bytes]:
         kept = self._ask(lambda client: client.get(VERSIONS_KEY)) or b""
@@ -331,7 +341,7 @@ class ValkeyVersions:
 
     def _ask(self, work: Callable[[Any], Any]) -> Any:
         try:
-            client = connect(self._url, self._deadline_s)
+            client = connect(self._url, self._deadline_s, self._login)
             try:
                 return work(client)
             finally:

@@ -295,7 +295,7 @@ async def fault_or_right(tier: Tier, label: str, size_bytes: int) -> FaultReason
     return None
 
 
-async def test_access_is_refused_without_the_password(own: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_access_is_refused_without_the_password(own: Keys) -> None:
     own.client().config_set("requirepass", "of the test")
     tier = ValkeyTier(own.url, TTL_MS, DEADLINE_S)
     for call in (
@@ -307,7 +307,8 @@ async def test_access_is_refused_without_the_password(own: Keys, monkeypatch: py
         with pytest.raises(TierFault, match="IO") as refused:
             await call
         assert "of the test" not in refused.value.message
-    monkeypatch.setenv("VALKEY_PASSWORD", "of the test")
+    await tier.close()
+    tier = ValkeyTier(own.url, TTL_MS, DEADLINE_S, ("", "of the test"))
     assert await read(tier, await write(tier, "a", 8)) == data("a", 8)
     await tier.close()
 
