@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool redis
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore,valkey]'
 	@touch $@
 
 # $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
@@ -89,7 +89,17 @@ $(PROMTOOL): tests/deploy/fetch_prometheus.py | $(STAMP)
 	$(PY) -m tests.deploy.fetch_prometheus $(@D)
 	@touch $@
 
-test: lint $(HELMS) $(PROMTOOL) $(BUILT) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+# The second server of the Valkey tier's tests; from the PATH, else out of Debian's packages.
+REDIS := build/redis/redis-server
+
+redis: $(REDIS) ## redis-server, which the tests of the Valkey tier run
+
+$(REDIS): tests/tiers/fetch_redis.py | $(STAMP)
+	rm -rf $(@D)
+	$(PY) -m tests.tiers.fetch_redis $(@D)
+	@touch $@
+
+test: lint $(HELMS) $(PROMTOOL) $(REDIS) $(BUILT) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from kvgrpc import __version__
+from kvgrpc.config.credentials import plain_http, valkey_login
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings, SettingsError
 from kvgrpc.config.values import split_address
@@ -121,14 +122,24 @@ def make_tiers(settings: Settings) -> LowerTiers:
         disk.start()
         found.append(disk)
         path = settings.disk_path / "versions.json"
+    if settings.valkey_url is not None:
+        try:
+            from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions  # an extra
+        except ImportError as error:
+            text = f"--valkey-url needs redis ({error}): pip install 'kvgrpc[valkey]'"
+            raise SettingsError(text) from error
+        login = valkey_login()
+        found.append(ValkeyTier(settings.valkey_url, settings.valkey_ttl_ms, guard.deadline_s, login))
+        shared = ValkeyVersions(settings.valkey_url, login=login)
     if settings.object_store_url is not None:
         try:
             from kvgrpc.tiers.objectstore import ObjectStoreTier, ObjectStoreVersions  # an extra
         except ImportError as error:
             text = f"--object-store-url needs obstore ({error}): pip install 'kvgrpc[objectstore]'"
             raise SettingsError(text) from error
-        found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s))
-        shared = ObjectStoreVersions(settings.object_store_url)
+        plain = plain_http()
+        found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s, plain_http=plain))
+        shared = ObjectStoreVersions(settings.object_store_url, plain_http=plain)  # of both, what lasts longer
     return LowerTiers({tier.name: Guarded(tier, guard) for tier in found}, shared, path)
 
 

@@ -18,3 +18,14 @@ VARIABLES = {
 def asked_credentials(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """By the names of the fields of ``kvgrpc.client.credentials.Credentials``."""
     return {field: environ[variable] for field, variable in VARIABLES.items() if environ.get(variable)}
+
+
+def valkey_login(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """(name, password) for Valkey; empty: none."""
+    return environ.get("VALKEY_USERNAME", ""), environ.get("VALKEY_PASSWORD", "")
+
+
+def plain_http(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an object store may be spoken to without TLS: the rest of what concerns it obstore finds itself."""
+    clouds = ("AWS", "GOOGLE", "AZURE")
+    return any(environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in clouds)

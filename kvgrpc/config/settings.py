@@ -27,6 +27,7 @@ from kvgrpc.config.values import (
     parse_quotas,
     parse_size,
     parse_store_url,
+    parse_valkey_url,
     split_address,
     split_list,
 )
@@ -53,6 +54,7 @@ Policies = Annotated[dict[str, WritePolicy], NoDecode, BeforeValidator(parse_pol
 SocketPath = Annotated[Path, BeforeValidator(named_socket)]
 OwnAddress = Annotated[str, BeforeValidator(parse_own_address)]
 Collector = Annotated[str, BeforeValidator(parse_collector)]
+ValkeyUrl = Annotated[str, BeforeValidator(parse_valkey_url)]
 StoreUrl = Annotated[str, BeforeValidator(parse_store_url)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
@@ -128,6 +130,10 @@ class Settings(BaseSettings):
     )
     disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
     disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")
+    valkey_url: ValkeyUrl | None = _doc(
+        None, "valkey(s):// or redis(s):// URL of a server, or of one of a cluster, for objects below L1"
+    )
+    valkey_ttl_ms: Millis = _doc(86_400_000, "how long objects are kept there after their writing")
     object_store_url: StoreUrl | None = _doc(
         None, "s3://, gs://, az:// or file:// URL for objects below L1, shared by all servers of it; keys: environment"
     )

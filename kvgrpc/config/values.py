@@ -29,6 +29,7 @@ _UNITS = {
     "tb": 10**12,
 }
 _STORES = ("s3", "gs", "az", "file")
+_KEY_STORES = ("valkey", "valkeys", "redis", "rediss")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)?\s*", re.IGNORECASE)
 
 
@@ -122,6 +123,18 @@ def parse_store_url(value: object) -> object:
         raise ValueError("keys do not belong into the URL, where others see them; give them in the environment")
     if parts.scheme == "file" and parts.netloc:
         raise ValueError("a file URL has three slashes, for example file:///srv/objects")
+    return value.rstrip("/")
+
+
+def parse_valkey_url(value: object) -> object:
+    """SCHEME://HOST[:PORT][/DATABASE]; who may use it is said elsewhere."""
+    if not isinstance(value, str):
+        return value
+    parts = urlsplit(value)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("passwords do not belong into the URL, where others see them; give VALKEY_PASSWORD")
+    if parts.scheme not in _KEY_STORES or not parts.hostname or not re.fullmatch(r"(/\d*)?", parts.path):
+        raise ValueError(f"{value!r} is not the URL of a Valkey server, for example valkey://127.0.0.1:6379")
     return value.rstrip("/")
 
 

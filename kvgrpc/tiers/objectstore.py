@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
+import mmap
 from collections import Counter, OrderedDict, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -26,7 +27,7 @@ from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
-from kvgrpc.tiers.envelope import HEADER_BYTES, check_header, seal
+from kvgrpc.tiers.envelope import HEADER_BYTES, check_header
 from kvgrpc.tiers.pieces import Draining, Filling, Usage, run_whole
 
 if TYPE_CHECKING:  # stubs only
@@ -49,7 +50,6 @@ PROBES_MOST = 64
 RETRIES = 2
 """Of a request that met a dropped connection or a 5xx."""
 BAD_MOST = 10_000
-CLOUDS = ("AWS", "GOOGLE", "AZURE")
 STORES: Any = {"file": LocalStore, "s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
@@ -57,15 +57,14 @@ _list: Any = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnkn
 """Its stubs are not whole."""
 
 
-def open_store(url: str, deadline_s: float) -> ObjectStore:
+def open_store(url: str, deadline_s: float, plain_http: bool) -> ObjectStore:
     """Raises BaseError, OSError or ValueError: the store cannot be had, or not yet."""
     if url.startswith("file:"):
         return STORES["file"].from_url(url, mkdir=True)
-    plain = any(os.environ.get(f"{cloud}_ALLOW_HTTP", "").lower() in ("1", "true") for cloud in CLOUDS)
-    client: ClientConfig = {  # what is given here hides that variable from obstore
+    client: ClientConfig = {  # what is given here hides the variables of obstore
         "connect_timeout": timedelta(seconds=2),
         "timeout": timedelta(seconds=deadline_s),
-        "allow_http": plain,
+        "allow_http": plain_http,
     }
     retry: RetryConfig = {
         "max_retries": RETRIES,
@@ -85,10 +84,13 @@ class ObjectStoreTier:
     Threads: one event loop; bytes are copied and hashed by threads of its own.
     """
 
-    def __init__(self, url: str, deadline_s: float = 10.0, *, name: str = "objectstore") -> None:
+    def __init__(
+        self, url: str, deadline_s: float = 10.0, *, plain_http: bool = False, name: str = "objectstore"
+    ) -> None:
         self._name = name
         self._url = url
         self._deadline_s = deadline_s
+        self._plain_http = plain_http
         self._store: ObjectStore | None = None
         self._pieces = asyncio.Semaphore(PIECES_MOST)
         self._writes = asyncio.Semaphore(WRITES_MOST)
@@ -98,6 +100,7 @@ class ObjectStoreTier:
         self._bad: OrderedDict[str, None] = OrderedDict()
         """Damaged objects that could not be removed."""
         self._usage = Usage(self._count)
+        self._rooms = Rooms()
 
     @property
     def name(self) -> str:
@@ -114,7 +117,7 @@ class ObjectStoreTier:
     def _opened(self) -> ObjectStore:
         if self._store is None:
             try:
-                self._store = open_store(self._url, self._deadline_s)
+                self._store = open_store(self._url, self._deadline_s, self._plain_http)
             except (BaseError, OSError, ValueError) as error:
                 raise _fault(error, self._url) from error
         return self._store
@@ -220,11 +223,10 @@ class ObjectStoreTier:
 
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
         async with self._writes:
-            header = await run_whole(self._copies, lambda: None, seal, object, data)
-            whole = HEADER_BYTES + object.size_bytes
-            draining = Draining(header, data, PART_BYTES)
+            whole, draining = HEADER_BYTES + object.size_bytes, Draining(data)
             try:
-                await self._put(object.name, iter(draining), whole)
+                header = await run_whole(self._copies, draining.stop, draining.seal, object)
+                await self._put(object.name, self._rooms.parts(header, draining), whole)
             except FileNotFoundError as error:
                 raise TierFault(FaultReason.IO, f"{object.name}: the bucket is not there") from error
             except (BaseError, OSError, ValueError) as error:
@@ -234,7 +236,7 @@ class ObjectStoreTier:
             self._bad.pop(object.name, None)
             self._usage.add(whole)
 
-    async def _put(self, name: str, pieces: Any, whole: int) -> None:
+    async def _put(self, name: str, pieces: Iterator[memoryview], whole: int) -> None:
         store, key = self._opened(), object_key(name)
         if whole <= PART_BYTES:
             await obstore.put_async(store, key, next(pieces), use_multipart=False)
@@ -272,14 +274,63 @@ class ObjectStoreTier:
         await asyncio.to_thread(self._copies.shutdown)
 
 
+class Rooms:
+    """Memory of parts, used again when the client has let go of it: fresh memory would cost more than the copies.
+
+    Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free: list[mmap.mmap] = []
+        self._out: list[tuple[mmap.mmap, memoryview]] = []
+
+    def parts(self, header: bytes, draining: Draining) -> Iterator[memoryview]:
+        """Of one write."""
+        at = len(header)
+        while True:
+            room = self._get()
+            whole = memoryview(room)
+            whole[:at] = header[:at]
+            view = whole[: at + draining.take(whole[at:])]
+            try:
+                if not len(view):
+                    return
+                yield view
+            finally:
+                with self._lock:
+                    self._out.append((room, view))
+            at = 0
+
+    def _get(self) -> mmap.mmap:
+        with self._lock:
+            out, self._out = self._out, []
+            for room, view in out:
+                if _let_go(view):
+                    self._free.append(room)
+                else:
+                    self._out.append((room, view))
+            room = self._free.pop() if self._free else None
+        return room if room is not None and len(room) == PART_BYTES else mmap.mmap(-1, PART_BYTES)
+
+
+def _let_go(view: memoryview) -> bool:
+    """Whether nobody reads it any more."""
+    try:
+        view.release()
+    except BufferError:
+        return False
+    return True
+
+
 class ObjectStoreVersions:
     """VersionPlace: one small object a change, by number, made only if it is not there; the last one counts. More than
     that a store need not be able to do."""
 
-    def __init__(self, url: str, deadline_s: float = 5.0) -> None:
+    def __init__(self, url: str, deadline_s: float = 4.0, *, plain_http: bool = False) -> None:
         self.where = f"{url}/versions"
         self._url = url
         self._deadline_s = deadline_s
+        self._plain_http = plain_http
 
     def _numbers(self, store: ObjectStore) -> list[int]:
         listed = _list(store, prefix="versions").collect()
@@ -288,7 +339,7 @@ class ObjectStoreVersions:
 
     def load(self) -> tuple[int, bytes]:
         try:
-            store = open_store(self._url, self._deadline_s)
+            store = open_store(self._url, self._deadline_s, self._plain_http)
             for _ in range(3):
                 numbers = self._numbers(store)
                 if not numbers:
@@ -303,7 +354,7 @@ class ObjectStoreVersions:
 
     def swap(self, seen: int, text: bytes) -> bool:
         try:
-            store = open_store(self._url, self._deadline_s)
+            store = open_store(self._url, self._deadline_s, self._plain_http)
             obstore.put(store, _version_key(seen + 1), text, mode="create")
             numbers = self._numbers(store)
             for number in numbers[:-2]:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import FaultReason, TierFault
-from kvgrpc.tiers.envelope import HEADER_BYTES, Opening
+from kvgrpc.tiers.envelope import HEADER_BYTES, Opening, Sealing
 
 T = TypeVar("T")
 
-STEP_BYTES = 1 << 20
-"""Copied while the interpreter lock is held, then hashed without it."""
+STEP_BYTES = 256 << 10
+"""Copied while the interpreter lock is held, then hashed without it, while it is in the cache."""
 COUNT_S = 600.0
 """How long a count of what a tier holds is good."""
 
@@ -75,12 +75,13 @@ class Filling:
 
 
 class Draining:
-    """An object's bytes, header first, in copies of ``piece_bytes``, on whatever thread it is asked for them; not after
-    ``stop``."""
+    """An object's bytes, taken out of their buffers in order, on whatever thread; not after ``stop``: then
+    BufferError."""
 
-    def __init__(self, header: bytes, data: Sequence[memoryview], piece_bytes: int) -> None:
-        self._parts = [memoryview(header), *data]
-        self._piece_bytes = piece_bytes
+    def __init__(self, data: Sequence[memoryview]) -> None:
+        self._data = data
+        self._steps = _steps(data)
+        self._step: memoryview = memoryview(b"")
         self._stopped = False
         self._touching = Lock()
 
@@ -89,26 +90,35 @@ class Draining:
         with self._touching:
             self._stopped = True
 
-    def __iter__(self) -> Iterator[bytes]:
-        room, views = self._piece_bytes, list[memoryview]()
-        for part in self._parts:
-            at = 0
-            while at < len(part):
-                view = part[at : at + room]
-                views.append(view)
-                at += len(view)
-                room -= len(view)
-                if not room:
-                    yield self._joined(views)
-                    room, views = self._piece_bytes, []
-        if views:
-            yield self._joined(views)
+    def seal(self, object: ObjectName) -> bytes:
+        """The header, of all bytes."""
+        sealing = Sealing(object)
+        for step in _steps(self._data):
+            with self._touching:
+                self._check()
+                sealing.update(step)
+        return sealing.header()
 
-    def _joined(self, views: list[memoryview]) -> bytes:
-        with self._touching:
-            if self._stopped:
-                raise BufferError("the object's buffers were given back")
-            return b"".join(views)
+    def take(self, into: memoryview) -> int:
+        """Copies the next bytes; how many, less than there is room for at the end only."""
+        done = 0
+        while done < len(into):
+            if not len(self._step):
+                step = next(self._steps, None)
+                if step is None:
+                    break
+                self._step = step
+            size = min(len(into) - done, len(self._step))
+            with self._touching:
+                self._check()
+                into[done : done + size] = self._step[:size]
+            self._step = self._step[size:]
+            done += size
+        return done
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise BufferError("the object's buffers were given back")
 
 
 def _steps(parts: Sequence[memoryview]) -> Iterator[memoryview]:

@@ -169,6 +169,20 @@ def test_no_place_of_an_object_store_or_one_with_a_key_in_it(url: str):
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["valkey://h", "redis://127.0.0.1:6379/0", "rediss://h:1", "valkeys://[::1]:7/"])
+def test_places_of_valkey(url: str):
+    assert load_settings(valkey_url=url).valkey_url == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url", ["h:6379", "http://h", "valkey://", "valkey://:secret@h", "redis://h/x", "redis://h?a=b"]
+)
+def test_no_place_of_valkey_or_one_with_a_password_in_it(url: str):
+    with pytest.raises(SettingsError, match="--valkey-url") as refused:
+        load_settings(valkey_url=url)
+    assert "secret" not in str(refused.value)
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValidationError):
         load_settings().chunk_tokens = 1  # pyright: ignore[reportAttributeAccessIssue]

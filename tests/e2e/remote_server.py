@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from pathlib import Path
 
 from kvgrpc import api
 from kvgrpc.client import Client
-from tests.e2e.disk_server import CHUNKS, DiskServer, engine
+from tests.e2e.disk_server import CHUNKS, TOKENS, DiskServer, engine
+from tests.e2e.harness import tokens_of
 from tests.served import wait_until
 from tests.tiers.stores import Store
 
@@ -89,6 +91,68 @@ def it_may_be_absent_at_the_start(server: RemoteServer, start_store: object) -> 
         assert time.monotonic() - began < 25, "on a busy machine"
         start_store()
         _used_again(server, one, CHUNKS)
+
+
+def sigterm_writes_what_waits(server: RemoteServer) -> None:
+    """Field reports 51 and 63: what was acknowledged is there after an orderly stop, also of one that still reads."""
+    server.start("--flush-ms", "30000")
+    with engine(server.address) as one:
+        for prompt in range(4):
+            one.store(prompt)
+        assert server.terminate() == 0
+        server.start("--flush-ms", "30000")
+        one.wait_back()
+        assert one.load(0) == CHUNKS
+        reading = one.scheduler.lookup("reads on", tokens_of(1, TOKENS), timeout_s=0.001)
+        assert server.terminate() == 0, reading
+        server.start()
+        one.wait_back()
+        assert [one.load(prompt) for prompt in range(4)] == [CHUNKS] * 4
+
+
+def under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:
+    """Field reports 9 and 50: L1 holds 4 of 12 prompts; whatever comes back is its own prompt's."""
+    server.start(l1_size="4MiB")
+    chance, hits = random.Random(50), 0
+    with engine(server.address) as one:
+        for prompt in range(12):
+            assert one.store(prompt) == ["STORED"] * CHUNKS
+            server.wait_quiet()
+        for round_ in range(40):
+            hits += one.load(chance.randrange(12))
+            if round_ % 8 == 0:
+                one.store(chance.randrange(12))
+        assert hits >= 40 * CHUNKS // 2, "most of it is below"
+        assert server.tier().counters["reads"] > 0
+        wait_until(lambda: server.status().arena.settling_bytes == 0, 10)
+
+
+def aborted_lookups_give_everything_back(server: RemoteServer, store: Store) -> None:
+    """Field report 8: reads that nobody waits for any more hold neither room nor budget."""
+    server.start()
+    with engine(server.address) as one:
+        for prompt in range(4):
+            one.store(prompt)
+        server.wait_written(4 * CHUNKS, 60)
+        server.kill()
+        server.start()
+        one.wait_back()
+        store.signal(signal.SIGSTOP)
+        try:
+            for number in range(40):
+                one.scheduler.lookup(f"given up {number}", tokens_of(number % 4, TOKENS), timeout_s=0.02)
+                one.scheduler.discard(f"given up {number}")
+        finally:
+            store.signal(signal.SIGCONT)
+
+        def at_rest() -> bool:
+            status = server.status()
+            return not (status.jobs or status.arena.settling_bytes or status.tiers[0].reads_in_flight)
+
+        wait_until(at_rest, 30)
+        end = time.monotonic() + 20
+        while one.load(1) < CHUNKS:
+            assert time.monotonic() < end, "the tier is not used again"
 
 
 def _used_again(server: RemoteServer, one: object, objects: int) -> None:

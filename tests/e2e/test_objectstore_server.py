@@ -60,6 +60,14 @@ def test_it_may_be_absent_at_the_start(server: RemoteServer, s3: Moto) -> None:
     remote_server.it_may_be_absent_at_the_start(server, s3.start)
 
 
+def test_sigterm_writes_what_waits(local: RemoteServer) -> None:
+    remote_server.sigterm_writes_what_waits(local)
+
+
+def test_under_constant_eviction_every_hit_is_right(local: RemoteServer) -> None:
+    remote_server.under_constant_eviction_every_hit_is_right(local)
+
+
 def test_deleted_behind_its_back(local: RemoteServer) -> None:
     """Field report 14: what is gone is no hit, and what is before it is."""
     local.start()

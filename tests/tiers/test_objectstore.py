@@ -109,7 +109,7 @@ class TestS3(TierConformance):
     @pytest.fixture
     async def tier(self, s3: Moto, prefix: str) -> AsyncIterator[ObjectStoreTier]:
         self.client, self.prefix = s3.client(), prefix
-        tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S)
+        tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
         yield tier
         await tier.close()
 
@@ -136,7 +136,7 @@ class TestS3(TierConformance):
 
 def guarded(url: str, deadline_s: float) -> Guarded:
     settings = GuardSettings(deadline_s, 1.0, BreakerSettings(3, 50_000_000, 100_000_000))
-    return Guarded(ObjectStoreTier(url, DEADLINE_S), settings)
+    return Guarded(ObjectStoreTier(url, DEADLINE_S, plain_http=True), settings)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ async def proxy(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Prox
 @pytest.mark.parametrize(("status", "asked"), [("400 Bad Request", 1), ("503 Slow Down", 1 + objectstore.RETRIES)])
 async def test_errors_are_repeated_so_often_and_not_more(proxy: Proxy, prefix: str, status: str, asked: int) -> None:
     """Field report 56."""
-    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S)
+    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
     proxy.answer = http_answer(status)
     with pytest.raises(TierFault, match="IO"):
         await write(tier, "a", 1 << 20)
@@ -162,7 +162,7 @@ async def test_errors_are_repeated_so_often_and_not_more(proxy: Proxy, prefix: s
 
 
 async def test_access_refused_is_a_fault_without_a_key_in_it(proxy: Proxy, prefix: str) -> None:
-    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S)
+    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
     body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
     proxy.answer = http_answer("403 Forbidden", body)
     for call in (
@@ -180,7 +180,7 @@ async def test_access_refused_is_a_fault_without_a_key_in_it(proxy: Proxy, prefi
 @pytest.mark.usefixtures("small_pieces")
 async def test_a_cut_body_is_never_short_data(proxy: Proxy, prefix: str) -> None:
     """Field report 56: the store closes in the middle of every answer."""
-    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S)
+    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
     object = await write(tier, "a", 3 * SMALL_PIECE)
     for cut in (100, HEADER_BYTES + 500):
         proxy.cut_after = cut
@@ -211,7 +211,7 @@ async def test_a_slow_store_ends_at_the_deadline_and_touches_nothing_later(proxy
 
 @pytest.mark.usefixtures("small_pieces")
 async def test_a_cancelled_read_has_let_go(proxy: Proxy, prefix: str) -> None:
-    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S)
+    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
     object = await write(tier, "a", 16 * SMALL_PIECE)
     proxy.bytes_per_s = 2_000_000
     for passed in (1, 2 * SMALL_PIECE, 9 * SMALL_PIECE):
@@ -292,7 +292,7 @@ async def test_wrong_keys_are_refused_by_a_real_server(tmp_path: Path, monkeypat
     with moto(tmp_path, INITIAL_NO_AUTH_ACTION_COUNT="1") as strict:  # the bucket is made; then it knows nobody
         for name, value in strict.environment().items():
             monkeypatch.setenv(name, value)
-        tier = ObjectStoreTier(URL, DEADLINE_S)
+        tier = ObjectStoreTier(URL, DEADLINE_S, plain_http=True)
         with pytest.raises(TierFault, match="IO"):
             await write(tier, "a", 64)
         with pytest.raises(TierFault, match="IO"):
@@ -337,7 +337,7 @@ async def test_a_larger_object_under_the_name_is_not_fetched(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_versions_of_two_servers_come_together(s3: Moto, tmp_path: Path, prefix: str, kind: str) -> None:
-    place = ObjectStoreVersions(tmp_path.as_uri() if kind == "file" else f"{URL}/{prefix}")
+    place = ObjectStoreVersions(tmp_path.as_uri() if kind == "file" else f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
     begun = begin_at(place)
     assert begun.first, "nobody knows what is there"
     assert begin_at(place) == begun

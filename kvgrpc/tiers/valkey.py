@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier in a Valkey or Redis server, or a cluster of them, through redis-py.
+
+    kvgrpc:{NAME}           envelope and payload; of what is larger than a piece, envelope and where its pieces are
+    kvgrpc:{NAME}:ID:NNN    a piece, of one write
+    kvgrpc:{versions}       kvgrpc.tiers.versions
+
+The first key is written last, so an object is there as a whole; one whose pieces went away is a miss. Keys of an object
+are in one slot of a cluster. Everything has a time to live, and the server may evict what it likes.
+
+The client's blocking form runs on threads of the tier: on the event loop it would hold up every call while it parses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import mmap
+import secrets
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, TypeVar
+
+import redis
+import structlog
+from redis._parsers import Encoder
+from redis.backoff import ExponentialBackoff
+from redis.cluster import RedisCluster
+from redis.connection import PythonRespSerializer
+from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterException, RedisError
+from redis.retry import Retry
+
+from kvgrpc.core.types import ObjectName
+from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
+from kvgrpc.tiers.envelope import HEADER_BYTES, Sealing, check_header
+from kvgrpc.tiers.pieces import Draining, Filling, Usage
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+PIECE_BYTES = 1 << 20
+"""Small enough that a server answers others in between, large enough that commands cost little."""
+GROUP = 8
+"""Pieces of an object that travel in one pipeline."""
+THREADS = 8
+RETRIES = 2
+"""Of a command that met a dropped connection."""
+PROBES = 1000
+NO_LOGIN = ("", "")
+VERSIONS_KEY = "kvgrpc:{versions}"
+ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
+
+_ENCODE: Any = Encoder("utf-8", "strict", False).encode  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_TAIL = struct.Struct("<16sII")
+"""Id of the write, bytes of a piece, pieces."""
+_PIECES_MOST = 1 << 16
+_SWAP = """
+local kept = redis.call('GETRANGE', KEYS[1], 0, 19)
+if kept == ARGV[1] or (kept == '' and tonumber(ARGV[1]) == 0) then
+    redis.call('SET', KEYS[1], ARGV[2])
+    return 1
+end
+return 0
+"""
+
+
+def object_key(name: str) -> str:
+    return f"kvgrpc:{{{name}}}"
+
+
+def connect(url: str, deadline_s: float, login: tuple[str, str] = NO_LOGIN) -> Any:
+    """A client of the server, or of the cluster that it belongs to; ``login`` is (name, password). Raises what
+    is in ERRORS."""
+    options: dict[str, Any] = {
+        "username": login[0] or None,
+        "password": login[1] or None,
+        "socket_timeout": deadline_s,
+        "socket_connect_timeout": min(2.0, deadline_s),
+        "socket_read_size": PIECE_BYTES,
+        "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
+        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
+    }
+    plain = url.replace("valkey", "redis", 1)
+    client: Any = redis.Redis.from_url(plain, **options)  # pyright: ignore[reportUnknownMemberType]
+    if client.info("cluster").get("cluster_enabled"):
+        client.close()
+        client = RedisCluster.from_url(plain, **options)  # pyright: ignore[reportUnknownMemberType]
+    return client
+
+
+class TornObject(TierMiss):
+    """The server has let go of a piece, or another write has replaced it."""
+
+
+class ValkeyTier:
+    """Keeps objects for ``ttl_ms`` after their writing. ``deadline_s`` bounds each wait for the server.
+
+    Threads: one event loop; the server is spoken to by threads of the tier. A call that was cancelled leaves its thread
+    waiting for the server until ``deadline_s``, but not with its buffers.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        ttl_ms: int,
+        deadline_s: float = 10.0,
+        login: tuple[str, str] = NO_LOGIN,
+        *,
+        name: str = "valkey",
+    ) -> None:
+        self._name = name
+        self._url = url
+        self._ttl_ms = ttl_ms
+        self._deadline_s = deadline_s
+        self._login = login
+        self._client: Any = None
+        self._connecting = Lock()
+        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgrpc-valkey-read")
+        self._writers = ThreadPoolExecutor(THREADS // 2, thread_name_prefix="kvgrpc-valkey-write")
+        self._counts: Counter[str] = Counter()
+        self._usage = Usage(self._counted)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def healthy(self) -> bool:
+        return True
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
+    def _connected(self) -> Any:
+        with self._connecting:
+            if self._client is None:
+                self._client = connect(self._url, self._deadline_s, self._login)
+            return self._client
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
+        try:
+            return await asyncio.wrap_future(pool.submit(work, *args))
+        except OutOfMemoryError as error:
+            raise TierFault(FaultReason.FULL, f"{self._url}: {error}") from error
+        except ERRORS as error:
+            raise TierFault(FaultReason.IO, f"{self._url}: {str(error)[:300]}") from error
+
+    # ---- Tier ----
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return await self._run(self._readers, self._exists, names)
+
+    def _exists(self, names: Sequence[str]) -> list[bool]:
+        found: list[bool] = []
+        for at in range(0, len(names), PROBES):
+            pipeline = self._connected().pipeline(transaction=False)
+            for name in names[at : at + PROBES]:
+                pipeline.exists(object_key(name))
+            found += [bool(there) for there in pipeline.execute()]
+        return found
+
+    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
+        filling = Filling(object, into)
+        try:
+            await self._run(self._readers, self._read, object, filling)
+        except TierFault as fault:
+            if isinstance(fault, TornObject):
+                self._counts["torn_objects"] += 1
+                await self.remove(object.name)
+            elif fault.reason in DAMAGED and not isinstance(fault, OtherLength):
+                self._counts["damaged_objects"] += 1
+                log.warning("a damaged object is removed", tier=self._name, object=object.name)
+                await self.remove(object.name)
+            raise
+        finally:
+            filling.stop()
+
+    def _read(self, object: ObjectName, filling: Filling) -> None:
+        key = object_key(object.name)
+        first = memoryview(self._first(key, HEADER_BYTES + max(PIECE_BYTES, _TAIL.size)))
+        check_header(object, first)
+        filling.take(first[:HEADER_BYTES])
+        if object.size_bytes <= PIECE_BYTES:
+            filling.take(first[HEADER_BYTES:])
+        else:
+            self._take_pieces(object, key, first[HEADER_BYTES:], filling)
+        filling.end()
+
+    def _first(self, key: str, most: int) -> bytes:
+        """What is kept under the key, but not more than that. Raises TierMiss."""
+        there, kept = self._connected().pipeline(transaction=False).exists(key).getrange(key, 0, most - 1).execute()
+        if not there:
+            raise TierMiss(f"{key}: not kept")
+        return kept
+
+    def _take_pieces(self, object: ObjectName, key: str, tail: memoryview, filling: Filling) -> None:
+        if len(tail) != _TAIL.size:
+            raise TierFault(FaultReason.SHORT, f"{key}: nothing says where its pieces are")
+        keys, piece_bytes = _pieces_of(key, tail)
+        if len(keys) * piece_bytes >= object.size_bytes + piece_bytes or piece_bytes > 16 * PIECE_BYTES:
+            raise TierFault(FaultReason.CORRUPT, f"{key}: its pieces are not those of its bytes")
+        for at in range(0, len(keys), GROUP):
+            pipeline = self._connected().pipeline(transaction=False)
+            for piece in keys[at : at + GROUP]:
+                pipeline.getrange(piece, 0, piece_bytes)  # one byte more than it may have
+            for kept in pipeline.execute():
+                if not kept:
+                    raise TornObject(f"{key}: a piece is gone")
+                filling.take(kept)
+
+    async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
+        draining = Draining(data)
+        try:
+            freed = await self._run(self._writers, self._write, object, draining)
+        finally:
+            draining.stop()
+        self._usage.add(HEADER_BYTES + object.size_bytes - freed)
+
+    def _write(self, object: ObjectName, draining: Draining) -> int:
+        """Pieces first, then what names them; bytes of what was replaced."""
+        key, client, room = object_key(object.name), self._connected(), _scratch()
+        sealing = Sealing(object)
+
+        def take(number: int) -> memoryview:
+            view = room[number % GROUP * PIECE_BYTES :][:PIECE_BYTES]
+            view = view[: draining.take(view)]
+            sealing.update(view)
+            return view
+
+        freed, old_keys = self._kept(key)
+        if object.size_bytes <= PIECE_BYTES:
+            piece = take(0)
+            client.set(key, b"".join([sealing.header(), piece]), px=self._ttl_ms)
+        else:
+            count = -(-object.size_bytes // PIECE_BYTES)
+            tail = _TAIL.pack(secrets.token_bytes(16), PIECE_BYTES, count)
+            keys, _ = _pieces_of(key, memoryview(tail))
+            for at in range(0, count, GROUP):
+                pipeline = client.pipeline(transaction=False)
+                for number, piece_key in enumerate(keys[at : at + GROUP], at):
+                    pipeline.set(piece_key, take(number), px=self._ttl_ms)
+                pipeline.execute()
+            client.set(key, sealing.header() + tail, px=self._ttl_ms)
+        if old_keys:
+            client.unlink(*old_keys)
+        return freed
+
+    def _kept(self, key: str) -> tuple[int, list[str]]:
+        """(bytes of what is kept under the key, keys of its pieces)."""
+        there, size, head = (
+            self._connected()
+            .pipeline(transaction=False)
+            .exists(key)
+            .strlen(key)
+            .getrange(key, 0, HEADER_BYTES + _TAIL.size - 1)
+            .execute()
+        )
+        if not there or size != HEADER_BYTES + _TAIL.size:
+            return size, []
+        keys, piece_bytes = _pieces_of(key, memoryview(head)[HEADER_BYTES:])
+        return size + len(keys) * piece_bytes, keys
+
+    async def remove(self, name: str) -> None:
+        self._usage.add(-await self._run(self._writers, self._remove, name))
+
+    def _remove(self, name: str) -> int:
+        key = object_key(name)
+        freed, keys = self._kept(key)
+        self._connected().unlink(key)
+        for at in range(0, len(keys), PROBES):
+            self._connected().unlink(*keys[at : at + PROBES])
+        return freed
+
+    async def usage(self) -> int:
+        return await self._usage.get()
+
+    async def _counted(self) -> int:
+        return await self._run(self._readers, self._count)
+
+    def _count(self) -> int:
+        client, used, keys = self._connected(), 0, list[Any]()
+        for key in client.scan_iter(match="kvgrpc:*", count=PROBES):
+            keys.append(key)
+            if len(keys) == PROBES:
+                used, keys = used + _lengths(client, keys), []
+        return used + _lengths(client, keys)
+
+    async def close(self) -> None:
+        await self._usage.close()
+        for pool in (self._readers, self._writers):
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+        if self._client is not None:
+            self._client.close()
+
+
+_local = threading.local()
+
+
+def _scratch() -> memoryview:
+    """Room for a group of pieces, of this thread: fresh memory for each would cost more than the copies."""
+    if len(getattr(_local, "room", b"")) != GROUP * PIECE_BYTES:
+        _local.room = memoryview(mmap.mmap(-1, GROUP * PIECE_BYTES))
+    return _local.room
+
+
+def _pieces_of(key: str, tail: memoryview) -> tuple[list[str], int]:
+    """(keys of the pieces, bytes of each but the last); none where the tail is none."""
+    write_id, piece_bytes, count = _TAIL.unpack(tail)
+    return [f"{key}:{write_id.hex()}:{number}" for number in range(count if count <= _PIECES_MOST else 0)], piece_bytes
+
+
+def _lengths(client: Any, keys: list[Any]) -> int:
+    pipeline = client.pipeline(transaction=False)
+    for key in keys:
+        pipeline.strlen(key)
+    return sum(size for size in pipeline.execute(raise_on_error=False) if isinstance(size, int))
+
+
+class ValkeyVersions:
+    """VersionPlace: one key without a time to live, changed by a script, so that nobody comes between."""
+
+    def __init__(self, url: str, deadline_s: float = 4.0, login: tuple[str, str] = NO_LOGIN) -> None:
+        self.where = f"{VERSIONS_KEY} of {url}"
+        self._url = url
+        self._deadline_s = deadline_s
+        self._login = login
+
+    def load(self) -> tuple[int, bytes]:
+        kept = self._ask(lambda client: client.get(VERSIONS_KEY)) or b""
+        number, _, text = kept.partition(b"\n")
+        return (int(number), text) if number.isdigit() else (0, text)
+
+    def swap(self, seen: int, text: bytes) -> bool:
+        kept = f"{seen + 1:020}\n".encode() + text
+        return bool(self._ask(lambda client: client.eval(_SWAP, 1, VERSIONS_KEY, f"{seen:020}", kept)))
+
+    def _ask(self, work: Callable[[Any], Any]) -> Any:
+        try:
+            client = connect(self._url, self._deadline_s, self._login)
+            try:
+                return work(client)
+            finally:
+                client.close()
+        except ERRORS as error:
+            raise OSError(errno.EIO, f"{self._url}: {str(error)[:300]}") from error
