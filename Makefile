@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -91,6 +91,7 @@ test: lint $(HELMS) $(PROMTOOL) ## the whole gate: lint, C++ tests, GATE_SEEDS (
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)
 	$(MAKE) --no-print-directory test-protobuf7
+	$(MAKE) --no-print-directory test-extras
 
 # Development runs on protobuf 6; what speaks the protocol runs on the next major, too, which users get.
 PROTOBUF7 := protobuf==7.36.2
@@ -140,6 +141,11 @@ bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
 bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
 	@mkdir -p benchmarks/results
 	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+# The resolver alone: nothing of it is installed, and wheels whose index has their metadata are not fetched.
+test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
+	$(PY) -m pip install --quiet --dry-run --ignore-installed --no-build-isolation --only-binary=:all: '.[cuda12]'
+	$(PY) -m pip install --quiet --dry-run --ignore-installed --no-build-isolation --only-binary=:all: '.[cuda13]'
 
 # Python with torch and CuPy for this machine's CUDA; .venv has torch for CPUs.
 GPU_PY   ?= $(PY)
