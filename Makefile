@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool redis
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool redis
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -153,6 +153,14 @@ bench: $(STAMP) ## measure this machine; JSON=FILE writes the figures too
 bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json, to be committed
 	@mkdir -p benchmarks/results
 	$(VENV)/bin/kvgrpc bench --json benchmarks/results
+
+# The resolver alone: nothing is installed, and wheels whose index has their metadata are not fetched.
+EXTRAS := import importlib.metadata as m, sys; print(*(r.split(";")[0].strip() for r in m.requires("kvgrpc") if sys.argv[1] in r))
+
+test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
+	for extra in cuda12 cuda13; do \
+		$(PY) -m pip install --quiet --dry-run --ignore-installed --only-binary=:all: "$$($(PY) -c '$(EXTRAS)' $$extra)" || exit 1; \
+	done
 
 # Python with torch and CuPy for this machine's CUDA; .venv has torch for CPUs.
 GPU_PY   ?= $(PY)

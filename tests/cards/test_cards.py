@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -144,9 +146,6 @@ def test_a_card_that_fails_fails_by_name(
     arena: Arena, memory: fake.CardMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a process of its own, since what a driver has lost stays lost."""
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-c", FAILING, str(tmp_path / "fail")],
         env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
@@ -194,8 +193,11 @@ def test_device_files_are_counted(tmp_path: Path) -> None:
     assert nvidia_devices(tmp_path / "none") == 0
 
 
-def test_a_mode_that_needs_a_kernel_says_what_is_missing(cards: Cards, memory: fake.CardMemory) -> None:
+def test_a_mode_that_needs_a_kernel_says_what_is_missing(
+    cards: Cards, memory: fake.CardMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """auto goes on without it."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
     cards.pin_all()
     refusal = refused(CudaMover(cards, CHUNK, CopyMode.STAGED), layout_in(memory))
     assert refusal.reason is Reason.CUDA_UNSUPPORTED and "kvgrpc[cuda13]" in refusal.message

@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
+from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.errors import Refusal
 from kvgrpc.core.plans import SKIPPED
 from kvgrpc.core.types import (
@@ -99,7 +100,7 @@ class Hands:
                 self._carry_out(action)
             if self.rng.random() < 0.7:  # not always: nothing may depend on it
                 for client_id in sorted({copy.order.client_id for copy in self.copies.values()}):
-                    self.book.plan_ahead(self.loop.now, client_id, self.rng.choice((2, 3)))
+                    self.book.plan_ahead(self.loop.now, client_id, self.rng.choice((2, SLICES_LAUNCHED)))
                 self._note_evicted()
         self._plan_wake()
 
@@ -115,7 +116,7 @@ class Hands:
 
     def move_bytes(self) -> None:
         """Called after every event: whatever is on its way gets on by some cells."""
-        waiting = {line[1] for line in self._lines() if len(line) > 1}
+        waiting = {copy for line in self._lines() for copy in line[1:]}
         for flight in (*self.copies.values(), *self.reads.values(), *self.writes.values()):
             if flight not in waiting and self.rng.random() < flight.pace:
                 flight.advance(self.rng.randint(1, 6))
@@ -177,9 +178,9 @@ class Hands:
         if call is None or call.results is not None or call.memory is not memory:
             raise PromiseError(f"a copy is ordered for call {order.call_id}, which is over or never was")
         line = [c for c in self.copies.values() if c.order.client_id == order.client_id]
-        if len(line) > 1:
-            raise PromiseError(f"three slices of client {order.client_id} at a time")
-        if order.after != next((c.order.slice_id for c in line if c.call is call), 0):
+        if len(line) >= SLICES_LAUNCHED:
+            raise PromiseError(f"too many slices of client {order.client_id} at a time")
+        if order.after != next((c.order.slice_id for c in reversed(line) if c.call is call), 0):
             raise PromiseError(f"a slice of call {order.call_id} does not know what is in front of it")
         if not order.pieces:
             raise PromiseError("an empty slice is ordered")
@@ -194,7 +195,7 @@ class Hands:
         self.loop.at(self.loop.now + self._fate(copy), self._report, copy.order.slice_id)
 
     def _lines(self) -> list[list[Copy]]:
-        """Copies in flight, client by client: the first is made, the second waits."""
+        """Copies in flight, client by client: the first is made, the others wait."""
         clients = {copy.order.client_id for copy in self.copies.values()}
         return [[c for c in self.copies.values() if c.order.client_id == client] for client in sorted(clients)]
 
