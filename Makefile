@@ -16,7 +16,7 @@ CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tes
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -65,6 +65,9 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 
 soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
+
+kills: $(STAMP) ## 30 times kill -9 of a server with a named arena in the middle of stores
+	KVGRPC_TEST_KILLS=30 $(PY) -m pytest -q -o timeout=1800 tests/e2e/test_restart.py::test_kills_in_the_middle_of_stores
 
 fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

@@ -330,6 +330,19 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartStatus:
+    """A named arena's life beyond the server's; fields as in the protocol."""
+
+    checking: bool = False
+    refused: str = ""
+    found_objects: int = 0
+    restored_objects: int = 0
+    dropped_objects: int = 0
+    recorded_objects: int = 0
+    waiting_objects: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """The server at a glance; fields as in the protocol's GetStatusResponse."""
 
@@ -349,6 +362,7 @@ class ServerStatus:
     tiers: tuple[TierStatus, ...] = ()
     executors: tuple[ExecutorStatus, ...] = ()
     counters: dict[str, int] = field(default_factory=dict[str, int])
+    restart: RestartStatus = RestartStatus()
 
 
 class AdminApi(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,13 @@ from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings
 from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus
+from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus, Versions
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.runtime.finals import final_status
 from kvgrpc.runtime.garbage import Freezer
+from kvgrpc.runtime.recorder import Recorder
 from kvgrpc.service.admission import Admission
 from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
@@ -33,8 +34,9 @@ from kvgrpc.telemetry.series import Sources
 from kvgrpc.tiers.base import Tier
 from kvgrpc.tiers.disk import DiskTier
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
-from kvgrpc.tiers.version_file import begin, new_step, save
-from kvgrpc.transfer.arena import PART_BYTES, Arena
+from kvgrpc.tiers.version_file import UnreadableVersionsError, begin, load, new_step, put, save
+from kvgrpc.transfer.arena import PART_BYTES, Arena, ArenaError
+from kvgrpc.transfer.arena_file import left_behind
 from kvgrpc.transfer.base import Mover
 from kvgrpc.transfer.cards import Cards, nvidia_devices
 from kvgrpc.transfer.cuda import CopyMode, CudaMover
@@ -95,16 +97,29 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
-def make_tiers(settings: Settings) -> tuple[dict[str, Tier], Path | None]:
-    """The lower tiers, in the order to ask them, and the file of versions if any of them outlives the server."""
+def make_tiers(settings: Settings) -> dict[str, Tier]:
+    """The lower tiers, in the order to ask them."""
     tiers: dict[str, Tier] = {}
-    path: Path | None = None
     if settings.disk_path is not None and settings.disk_size is not None:
         disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
         disk.start()
         tiers[disk.name] = Guarded(disk, GuardSettings(deadline_s=settings.tier_deadline_ms / 1000))
-        path = settings.disk_path / "versions.json"
-    return tiers, path
+    return tiers
+
+
+def versions_paths(settings: Settings) -> list[Path]:
+    """The files of versions, beside each thing that outlives the server; the first says what is in force."""
+    disk = [] if settings.disk_path is None else [settings.disk_path / "versions.json"]
+    return disk if settings.arena_path is None else [*disk, arena_versions(settings.arena_path)]
+
+
+def arena_versions(arena: Path) -> Path:
+    return arena.with_name(arena.name + ".versions")
+
+
+def save_versions(paths: Sequence[Path], before: Versions, after: Versions) -> None:
+    for path in paths:
+        save(path, before, after)
 
 
 class Shown:
@@ -148,13 +163,32 @@ def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
         book.set_quota(cache_salt, size_bytes)
 
 
-def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], versions_path: Path | None) -> Bookkeeper:
-    versions, step = (NO_VERSIONS, 1) if versions_path is None else (begin(versions_path), new_step())
+def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], paths: Sequence[Path]) -> Bookkeeper:
+    versions, step = (begin(paths[0]), new_step()) if paths else (NO_VERSIONS, 1)
     book = Bookkeeper(settings.core_limits(), arena_bytes, tiers, versions, step)
     for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
         book.set_write_policy(model, policy)
     set_quotas(book, dict(settings.quota))
     return book
+
+
+def take_over(path: Path, arena: Arena, book: Bookkeeper, kept: Versions | None) -> Recorder:
+    """What an earlier server left in the arena is the book's. Raises ArenaError."""
+    recorder = Recorder(book, arena, path)
+    recorder.take_over(kept)
+    try:
+        put(arena_versions(path), book.versions.snapshot())
+    except OSError as error:
+        raise ArenaError(f"beside the arena {path} nothing can be written: {error.strerror}") from error
+    return recorder
+
+
+def kept_versions(path: Path) -> Versions | None:
+    """What lies beside the arena; None when that is lost."""
+    try:
+        return load(arena_versions(path))
+    except (OSError, UnreadableVersionsError):
+        return None
 
 
 def raise_file_limit() -> None:
@@ -183,28 +217,41 @@ def make_mover(settings: Settings, arena: Arena, cards: Cards | None) -> Mover:
     return RoutedMover(host, CudaMover(cards, settings.chunk_tokens, CopyMode(settings.copy_mode)))
 
 
+async def close_all(driver: Driver, recorder: Recorder | None, arena: Arena) -> None:
+    """Harmless when repeated; whoever may start next waits for all of it."""
+    await driver.close()
+    if recorder is not None:
+        await recorder.end()
+    arena.close()
+
+
 async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
-    limits = settings.core_limits()
-    available_bytes = free_huge_pages() if settings.huge_pages else available_memory()
-    l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
+    limits, path = settings.core_limits(), settings.arena_path
+    left_bytes, taken_bytes = (0, 0) if path is None or settings.fresh else left_behind(path)
+    available_bytes = free_huge_pages() if settings.huge_pages else available_memory() + taken_bytes
+    asked_bytes = settings.l1_size or left_bytes or None
+    l1_bytes = choose_l1_size(asked_bytes, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
     first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
-    arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
+    arena = Arena(l1_bytes, path=path, fresh=settings.fresh, huge_pages=settings.huge_pages, first_bytes=first_bytes)
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
-    tiers, versions_path = make_tiers(settings)
-    book = make_book(settings, arena.ready_bytes, tuple(tiers), versions_path)
+    kept = None if path is None else kept_versions(path)
+    tiers, paths = make_tiers(settings), versions_paths(settings)
+    book = make_book(settings, arena.ready_bytes, tuple(tiers), paths)
+    recorder = None if path is None else take_over(path, arena, book, kept)
     hands = Hands(
         mover=make_mover(settings, arena, cards),
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
         tiers=tiers,
-        save_versions=None if versions_path is None else partial(save, versions_path),
+        save_versions=partial(save_versions, paths) if paths else None,
         flush_s=settings.flush_ms / 1000,
     )
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)
+    driver.recorder = recorder
     client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
     admission = None
     if settings.access is not None:
@@ -215,7 +262,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         client_for,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
-        at_rest=driver.close,
+        at_rest=partial(close_all, driver, recorder, arena),
     )
     server.admit = None if admission is None else admission.admit
 
@@ -245,11 +292,12 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     freezing = asyncio.create_task(freezer.run())
     try:
         metrics = await shown.start(server)
+        if recorder is not None:
+            recorder.start(driver)
         await run(server, started, signals)
     finally:
         freezing.cancel()
         freezer.close()
         if shown.telemetry is not None:
             await shown.telemetry.stop()
-        await driver.close()
-        arena.close()
+        await close_all(driver, recorder, arena)

@@ -24,6 +24,7 @@ from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.lookups import Lookups
 from kvgrpc.core.plans import RetrievePlan, StorePlan
 from kvgrpc.core.prefetch import Prefetcher
+from kvgrpc.core.records import Records
 from kvgrpc.core.sessions import Client, Sessions
 from kvgrpc.core.versions import Versioning
 from kvgrpc.core.writes import WriteBehind
@@ -50,7 +51,8 @@ class Bookkeeper:
         self.leases = Leases(ledger, self.index)
         self.jobs = Jobs(ledger, self.leases)
         self.holds = Holds(ledger, self.index)
-        self.writes = WriteBehind(ledger, self.index, tiers)
+        self.records = Records(ledger, self.index)
+        self.writes = WriteBehind(ledger, self.index, self.records, tiers)
         self.prefetcher = Prefetcher(ledger, self.index, self.leases, self.jobs, self.writes)
         self.lookups = Lookups(ledger, self.index, self.leases, self.jobs, self.prefetcher)
         self.sessions = Sessions(limits.clients)

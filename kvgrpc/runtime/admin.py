@@ -44,6 +44,7 @@ class DriverAdmin:
             tiers=tuple(tiers),
             executors=tuple(api.ExecutorStatus(*lane) for lane in driver.hands.affinity.lanes()),
             counters=dict(driver.book.counters),
+            restart=api.RestartStatus() if driver.recorder is None else driver.recorder.status(),
         )
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:

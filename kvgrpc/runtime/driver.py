@@ -52,6 +52,7 @@ from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
 
 if TYPE_CHECKING:
+    from kvgrpc.runtime.recorder import Recorder
     from kvgrpc.runtime.session import DriverSession
 
 log = structlog.get_logger(__name__)
@@ -110,6 +111,8 @@ class Driver:
         self._unmaps: dict[int, set[asyncio.Future[None]]] = {}
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
+        self.recorder: Recorder | None = None
+        """Of a named arena."""
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: set[str] = set()
         """Clients of which a slice was handed over or has ended, so that one may be planned behind it."""

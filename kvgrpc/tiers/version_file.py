@@ -106,6 +106,12 @@ def save(path: Path, before: Versions, after: Versions) -> None:
         _write(path, after)
 
 
+def put(path: Path, versions: Versions) -> None:
+    """Keeps exactly these, durably. Raises OSError."""
+    with _locked(path):
+        _write(path, versions)
+
+
 def _write(path: Path, versions: Versions) -> None:
     told = {
         "format": FORMAT,

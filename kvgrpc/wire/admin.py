@@ -40,6 +40,7 @@ def encode_server_status(status: api.ServerStatus) -> pb.GetStatusResponse:
         tiers=[pb.TierStatus(**asdict(tier)) for tier in status.tiers],
         executors=[pb.ExecutorStatus(**asdict(executor)) for executor in status.executors],
         counters=status.counters,
+        restart=pb.RestartStatus(**asdict(status.restart)),
     )
 
 
@@ -85,6 +86,19 @@ def decode_server_status(message: pb.GetStatusResponse) -> api.ServerStatus:
             for executor in message.executors
         ),
         counters=dict(message.counters),
+        restart=_decode_restart(message.restart),
+    )
+
+
+def _decode_restart(message: pb.RestartStatus) -> api.RestartStatus:
+    return api.RestartStatus(
+        checking=message.checking,
+        refused=message.refused,
+        found_objects=message.found_objects,
+        restored_objects=message.restored_objects,
+        dropped_objects=message.dropped_objects,
+        recorded_objects=message.recorded_objects,
+        waiting_objects=message.waiting_objects,
     )
 
 
