@@ -27,6 +27,7 @@ from kvgrpc.core.types import (
     LookupAnswer,
     Policy,
     PrefetchStatus,
+    Quota,
     RetrieveCommand,
     Role,
     SpaceIdentity,
@@ -383,5 +384,9 @@ class AdminApi(Protocol):
     async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota: ...
+
+    async def get_quota(self, cache_salt: str) -> Quota: ...
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool: ...

@@ -183,10 +183,10 @@ def take_over(path: Path, arena: Arena, book: Bookkeeper, kept: Versions | None)
     return recorder
 
 
-def kept_versions(path: Path) -> Versions | None:
+def kept_versions(path: Path | None) -> Versions | None:
     """What lies beside the arena; None when that is lost."""
     try:
-        return load(arena_versions(path))
+        return None if path is None else load(arena_versions(path))
     except (OSError, UnreadableVersionsError):
         return None
 
@@ -217,6 +217,18 @@ def make_mover(settings: Settings, arena: Arena, cards: Cards | None) -> Mover:
     return RoutedMover(host, CudaMover(cards, settings.chunk_tokens, CopyMode(settings.copy_mode)))
 
 
+def make_arena(settings: Settings) -> tuple[Arena, int]:
+    """The arena, and the bytes that were available for it. Raises SettingsError, ArenaError."""
+    path, huge_pages = settings.arena_path, settings.huge_pages
+    left_bytes, taken_bytes = (0, 0) if path is None or settings.fresh else left_behind(path)
+    available_bytes = free_huge_pages() if huge_pages else available_memory() + taken_bytes
+    asked_bytes = settings.l1_size or left_bytes or None
+    l1_bytes = choose_l1_size(asked_bytes, available_bytes, settings.page_size, huge_pages=huge_pages)
+    first_bytes = l1_bytes if huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
+    arena = Arena(l1_bytes, path=path, fresh=settings.fresh, huge_pages=huge_pages, first_bytes=first_bytes)
+    return arena, available_bytes
+
+
 async def close_all(driver: Driver, recorder: Recorder | None, arena: Arena) -> None:
     """Harmless when repeated; whoever may start next waits for all of it."""
     await driver.close()
@@ -227,16 +239,10 @@ async def close_all(driver: Driver, recorder: Recorder | None, arena: Arena) -> 
 
 async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
     limits, path = settings.core_limits(), settings.arena_path
-    left_bytes, taken_bytes = (0, 0) if path is None or settings.fresh else left_behind(path)
-    available_bytes = free_huge_pages() if settings.huge_pages else available_memory() + taken_bytes
-    asked_bytes = settings.l1_size or left_bytes or None
-    l1_bytes = choose_l1_size(asked_bytes, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
-    first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
-    arena = Arena(l1_bytes, path=path, fresh=settings.fresh, huge_pages=settings.huge_pages, first_bytes=first_bytes)
+    arena, available_bytes = make_arena(settings)
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
-    kept = None if path is None else kept_versions(path)
-    tiers, paths = make_tiers(settings), versions_paths(settings)
+    kept, tiers, paths = kept_versions(path), make_tiers(settings), versions_paths(settings)
     book = make_book(settings, arena.ready_bytes, tuple(tiers), paths)
     recorder = None if path is None else take_over(path, arena, book, kept)
     hands = Hands(
@@ -271,7 +277,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
             Choices(
                 addresses=server.addresses,
                 socket_mode=settings.socket_mode,
-                l1_bytes=l1_bytes,
+                l1_bytes=arena.size_bytes,
                 available_bytes=available_bytes,
                 chunk_tokens=limits.chunk_tokens,
                 gpu_workers=settings.gpu_workers(found),

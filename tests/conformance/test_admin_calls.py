@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason
-from kvgrpc.core.types import Held, Role, SpaceRef, TokenRange, Warmed
+from kvgrpc.core.types import Held, Quota, Role, SpaceRef, TokenRange, Warmed
 from tests.conformance.engine import Engine, refused, tokens
 from tests.conformance.places import CHUNK, L1_BYTES, Place
 
@@ -127,6 +127,24 @@ async def test_warm_says_what_is_there(place: Place, engine: Engine) -> None:
     assert await place.admin.warm(engine.space, tokens(3), 2000) == Warmed(2 * CHUNK)
     assert (await place.admin.get_status()).pins == 0
     assert await refused(place.admin.warm(SpaceRef(b"?" * 16), tokens(1), 1000)) is Reason.SPACE_UNKNOWN
+
+
+async def test_quotas(place: Place, engine: Engine) -> None:
+    """Set, asked for, lowered below what is there, and taken away; other tenants notice nothing."""
+    salt = engine.space.cache_salt
+    await engine.store(tokens(4))
+    size = engine.registered.object_bytes
+    used = (await place.admin.get_quota(salt)).used_bytes
+    assert used >= 4 * size
+    set_ = await place.admin.set_quota(salt, 3 * size)
+    assert set_.size_bytes == 3 * size
+    assert set_.used_bytes <= 3 * size
+    assert await place.admin.get_quota(salt) == set_
+    assert 0 < await engine.hit(tokens(4)) < 4 * CHUNK
+    assert (await place.admin.set_quota(salt, None)).size_bytes is None
+    await engine.store(tokens(4))
+    assert await engine.hit(tokens(4)) == 4 * CHUNK
+    assert await place.admin.get_quota(secrets.token_hex(8)) == Quota(None, 0)
 
 
 async def test_an_engine_is_drained(place: Place, engine: Engine) -> None:

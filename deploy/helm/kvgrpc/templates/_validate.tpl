@@ -76,7 +76,7 @@
 {{- fail (printf "l1.size=%s is no multiple of l1.hugePages=%s; change l1.size" $v.l1.size $v.l1.hugePages) -}}
 {{- end -}}
 {{- end -}}
-{{- $end := ternary 5 3 (ne $v.otlp.endpoint "") -}}
+{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary 3 0 $v.arena.persist) | int -}}
 {{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
 {{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) $end) -}}
 {{- end -}}
