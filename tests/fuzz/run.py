@@ -109,6 +109,7 @@ async def fuzz(server: LocalServer, seed: int, rounds: int, until_s: float = flo
 async def still_right(server: LocalServer) -> None:
     """Another engine's work, as if nothing had been: its own bytes, and no others."""
     other = await server.engine()
+    await other.worker.set_quota("", None)  # a spoiled SetQuota may be a right one, for requests without a salt
     prompt = tokens_of(secrets.randbelow(1 << 30), 2 * CHUNK)
     blocks = BLOCKS[: 2 * CHUNK // BLOCK]
     assert outcomes(await other.store(prompt, blocks)) == ["STORED"] * 2
