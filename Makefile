@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak fuzz helm promtool redis
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -68,6 +68,9 @@ sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills, then as long of 200 idle ones beside 8; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 	$(PY) -m tests.soak.idle --seconds $(SECONDS)
+
+kills: $(STAMP) ## 30 times kill -9 of a server with a named arena in the middle of stores
+	KVGRPC_TEST_KILLS=30 $(PY) -m pytest -q -o timeout=1800 tests/e2e/test_restart.py::test_kills_in_the_middle_of_stores
 
 fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))

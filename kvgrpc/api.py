@@ -28,6 +28,7 @@ from kvgrpc.core.types import (
     LookupAnswer,
     Policy,
     PrefetchStatus,
+    Quota,
     RetrieveCommand,
     Role,
     SpaceIdentity,
@@ -348,6 +349,19 @@ class ExecutorStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartStatus:
+    """A named arena's life beyond the server's; fields as in the protocol."""
+
+    checking: bool = False
+    refused: str = ""
+    found_objects: int = 0
+    restored_objects: int = 0
+    dropped_objects: int = 0
+    recorded_objects: int = 0
+    waiting_objects: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """The server at a glance; fields as in the protocol's GetStatusResponse."""
 
@@ -367,6 +381,7 @@ class ServerStatus:
     tiers: tuple[TierStatus, ...] = ()
     executors: tuple[ExecutorStatus, ...] = ()
     counters: dict[str, int] = field(default_factory=dict[str, int])
+    restart: RestartStatus = RestartStatus()
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,5 +421,9 @@ class AdminApi(Protocol):
         ...
 
     async def unpin(self, pin_id: bytes) -> int: ...
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota: ...
+
+    async def get_quota(self, cache_salt: str) -> Quota: ...
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool: ...

@@ -18,12 +18,13 @@ from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings, SettingsError
 from kvgrpc.config.values import split_address
 from kvgrpc.core.cache import Bookkeeper
-from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus
+from kvgrpc.core.types import NO_VERSIONS, PrefetchStatus, Versions
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.driver import Driver, Hands, ServerFacts
 from kvgrpc.runtime.finals import final_status
 from kvgrpc.runtime.garbage import Freezer
+from kvgrpc.runtime.recorder import Recorder
 from kvgrpc.service.admission import Admission
 from kvgrpc.service.calls import CURRENT
 from kvgrpc.service.server import Server, ServerOptions, Signals, caught_signals, run
@@ -34,9 +35,10 @@ from kvgrpc.telemetry.series import Sources
 from kvgrpc.tiers.base import Tier
 from kvgrpc.tiers.disk import DiskTier
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
-from kvgrpc.tiers.version_file import new_step
-from kvgrpc.tiers.versions import VersionPlace, begin_both, save_both
-from kvgrpc.transfer.arena import PART_BYTES, Arena
+from kvgrpc.tiers.version_file import UnreadableVersionsError, keep, load, new_step
+from kvgrpc.tiers.versions import KeptVersions, VersionPlace
+from kvgrpc.transfer.arena import PART_BYTES, Arena, ArenaError
+from kvgrpc.transfer.arena_file import left_behind
 from kvgrpc.transfer.base import Mover
 from kvgrpc.transfer.cards import Cards, nvidia_devices
 from kvgrpc.transfer.cuda import CopyMode, CudaMover
@@ -97,31 +99,18 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LowerTiers:
-    """The lower tiers, in the order to ask them, and where versions of spaces outlive the server, if any of them does:
-    in a place that servers share, in a file beside the disk tier, or in both."""
-
-    tiers: dict[str, Tier]
-    shared: VersionPlace | None
-    path: Path | None
-
-    @property
-    def outlive(self) -> bool:
-        return self.shared is not None or self.path is not None
-
-
-def make_tiers(settings: Settings) -> LowerTiers:
-    """Raises SettingsError: what a tier needs is not installed."""
+def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
+    """The lower tiers, in the order to ask them, and where versions of spaces outlive the server. Raises SettingsError:
+    what a tier needs is not installed."""
     found: list[Tier] = []
     shared: VersionPlace | None = None
-    path: Path | None = None
+    beside_disk: Path | None = None
     guard = GuardSettings(deadline_s=settings.tier_deadline_ms / 1000)
     if settings.disk_path is not None and settings.disk_size is not None:
         disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
         disk.start()
         found.append(disk)
-        path = settings.disk_path / "versions.json"
+        beside_disk = settings.disk_path / "versions.json"
     if settings.valkey_url is not None:
         try:
             from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions  # an extra
@@ -140,7 +129,12 @@ def make_tiers(settings: Settings) -> LowerTiers:
         plain = plain_http()
         found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s, plain_http=plain))
         shared = ObjectStoreVersions(settings.object_store_url, plain_http=plain)  # of both, what lasts longer
-    return LowerTiers({tier.name: Guarded(tier, guard) for tier in found}, shared, path)
+    beside_arena = None if settings.arena_path is None else arena_versions(settings.arena_path)
+    return {tier.name: Guarded(tier, guard) for tier in found}, KeptVersions(shared, beside_disk, beside_arena)
+
+
+def arena_versions(arena: Path) -> Path:
+    return arena.with_name(arena.name + ".versions")
 
 
 class Shown:
@@ -184,13 +178,32 @@ def set_quotas(book: Bookkeeper, quotas: dict[str, int | None]) -> None:
         book.set_quota(cache_salt, size_bytes)
 
 
-def make_book(settings: Settings, arena_bytes: int, lower: LowerTiers) -> Bookkeeper:
-    versions, step = (begin_both(lower.shared, lower.path), new_step()) if lower.outlive else (NO_VERSIONS, 1)
-    book = Bookkeeper(settings.core_limits(), arena_bytes, tuple(lower.tiers), versions, step)
+def make_book(settings: Settings, arena_bytes: int, tiers: tuple[str, ...], kept: KeptVersions) -> Bookkeeper:
+    versions, step = (kept.begin(), new_step()) if kept.outlive else (NO_VERSIONS, 1)
+    book = Bookkeeper(settings.core_limits(), arena_bytes, tiers, versions, step)
     for model, policy in {"": settings.write_policy, **settings.write_policy_of}.items():
         book.set_write_policy(model, policy)
     set_quotas(book, dict(settings.quota))
     return book
+
+
+def take_over(path: Path, arena: Arena, book: Bookkeeper, left: Versions | None) -> Recorder:
+    """What an earlier server left in the arena is the book's. Raises ArenaError."""
+    recorder = Recorder(book, arena, path)
+    recorder.take_over(left)
+    try:
+        keep(arena_versions(path), book.versions.snapshot())
+    except OSError as error:
+        raise ArenaError(f"beside the arena {path} nothing can be written: {error.strerror}") from error
+    return recorder
+
+
+def left_versions(path: Path | None) -> Versions | None:
+    """What lies beside the arena; None when that is lost."""
+    try:
+        return None if path is None else load(arena_versions(path))
+    except (OSError, UnreadableVersionsError):
+        return None
 
 
 def raise_file_limit() -> None:
@@ -219,29 +232,49 @@ def make_mover(settings: Settings, arena: Arena, cards: Cards | None) -> Mover:
     return RoutedMover(host, CudaMover(cards, settings.chunk_tokens, CopyMode(settings.copy_mode)))
 
 
+def make_arena(settings: Settings) -> tuple[Arena, int]:
+    """The arena, and the bytes that were available for it. Raises SettingsError, ArenaError."""
+    path, huge_pages = settings.arena_path, settings.huge_pages
+    left_bytes, taken_bytes = (0, 0) if path is None or settings.fresh else left_behind(path)
+    available_bytes = free_huge_pages() if huge_pages else available_memory() + taken_bytes
+    asked_bytes = settings.l1_size or left_bytes or None
+    l1_bytes = choose_l1_size(asked_bytes, available_bytes, settings.page_size, huge_pages=huge_pages)
+    first_bytes = l1_bytes if huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
+    arena = Arena(l1_bytes, path=path, fresh=settings.fresh, huge_pages=huge_pages, first_bytes=first_bytes)
+    return arena, available_bytes
+
+
+async def close_all(driver: Driver, recorder: Recorder | None, arena: Arena) -> None:
+    """Harmless when repeated; whoever may start next waits for all of it."""
+    await driver.close()
+    if recorder is not None:
+        await recorder.end()
+    arena.close()
+
+
 async def _serve(settings: Settings, announce: Callable[[Choices], None], signals: Signals) -> None:
-    limits = settings.core_limits()
-    available_bytes = free_huge_pages() if settings.huge_pages else available_memory()
-    l1_bytes = choose_l1_size(settings.l1_size, available_bytes, limits.page_bytes, huge_pages=settings.huge_pages)
-    first_bytes = l1_bytes if settings.huge_pages else PART_BYTES  # huge pages are there or not; nobody waits for them
-    arena = Arena(l1_bytes, path=settings.arena_path, huge_pages=settings.huge_pages, first_bytes=first_bytes)
+    limits, path = settings.core_limits(), settings.arena_path
+    arena, available_bytes = make_arena(settings)
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
-    lower = make_tiers(settings)
-    book = make_book(settings, arena.ready_bytes, lower)
+    left = left_versions(path)
+    tiers, kept = make_tiers(settings)
+    book = make_book(settings, arena.ready_bytes, tuple(tiers), kept)
+    recorder = None if path is None else take_over(path, arena, book, left)
     hands = Hands(
         mover=make_mover(settings, arena, cards),
         arena=arena,
         affinity=AffinityExecutor(settings.gpu_workers(found)),
         cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
-        tiers=lower.tiers,
-        save_versions=partial(save_both, lower.shared, lower.path) if lower.outlive else None,
+        tiers=tiers,
+        save_versions=kept.save if kept.outlive else None,
         flush_s=settings.flush_ms / 1000,
     )
     hands.chunk_streams, hands.watchers = settings.chunk_streams, settings.watchers
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)
+    driver.recorder = recorder
     client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
     admission = None
     if settings.access is not None:
@@ -252,7 +285,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         client_for,
         DriverAdmin(driver),
         busy_s=hands.affinity.longest_busy_s,
-        at_rest=driver.close,
+        at_rest=partial(close_all, driver, recorder, arena),
     )
     server.admit = None if admission is None else admission.admit
 
@@ -261,7 +294,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
             Choices(
                 addresses=server.addresses,
                 socket_mode=settings.socket_mode,
-                l1_bytes=l1_bytes,
+                l1_bytes=arena.size_bytes,
                 available_bytes=available_bytes,
                 chunk_tokens=limits.chunk_tokens,
                 gpu_workers=settings.gpu_workers(found),
@@ -281,11 +314,12 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     freezing = asyncio.create_task(freezer.run())
     try:
         metrics = await shown.start(server)
+        if recorder is not None:
+            recorder.start(driver)
         await run(server, started, signals)
     finally:
         freezing.cancel()
         freezer.close()
         if shown.telemetry is not None:
             await shown.telemetry.stop()
-        await driver.close()
-        arena.close()
+        await close_all(driver, recorder, arena)

@@ -30,6 +30,7 @@ from kvgrpc.core.types import (
     Held,
     LookupAnswer,
     PrefetchStatus,
+    Quota,
     Role,
     SpaceRef,
     TokenRange,
@@ -287,6 +288,14 @@ class AioClient:
     async def unpin(self, pin_id: bytes) -> int:
         stub = self._stubs().admin.Unpin
         return await self._call(stub, admin_pb2.UnpinRequest(pin_id=pin_id), _released_chunks)
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
+        stub = self._stubs().admin.SetQuota
+        return await self._call(stub, admin.encode_set_quota_request(cache_salt, size_bytes), admin.decode_quota)
+
+    async def get_quota(self, cache_salt: str) -> Quota:
+        stub = self._stubs().admin.GetQuota
+        return await self._call(stub, admin_pb2.GetQuotaRequest(cache_salt=cache_salt), admin.decode_quota)
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         stub = self._stubs().admin.DrainEngine

@@ -10,7 +10,18 @@ from kvgrpc import api
 from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.loop import LoopThread
-from kvgrpc.core.types import ChunkResult, Cleared, Ended, Held, LookupAnswer, PrefetchStatus, Role, SpaceRef, Warmed
+from kvgrpc.core.types import (
+    ChunkResult,
+    Cleared,
+    Ended,
+    Held,
+    LookupAnswer,
+    PrefetchStatus,
+    Quota,
+    Role,
+    SpaceRef,
+    Warmed,
+)
 
 T = TypeVar("T")
 
@@ -145,6 +156,12 @@ class Client:
 
     def unpin(self, pin_id: bytes) -> int:
         return self._loop.run(self._aio.unpin(pin_id))
+
+    def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
+        return self._loop.run(self._aio.set_quota(cache_salt, size_bytes))
+
+    def get_quota(self, cache_salt: str) -> Quota:
+        return self._loop.run(self._aio.get_quota(cache_salt))
 
     def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         return self._loop.run(self._aio.drain_engine(engine, wait_ms))

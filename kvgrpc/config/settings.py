@@ -93,7 +93,10 @@ class Settings(BaseSettings):
 
     # memory
     l1_size: Size | None = _doc(None, "memory for KV data; default: half of what is available, at most 4 GiB")
-    arena_path: Path | None = _doc(None, "file for that memory, locked while it is used; default: none, private memory")
+    arena_path: Path | None = _doc(
+        None, "file for that memory, which the next server takes over; default: none, private memory"
+    )
+    fresh: bool = _doc(False, "begin with an empty --arena-path, whatever an earlier server left there")
     huge_pages: bool = _doc(False, "take that memory from the system's reserved huge pages (vm.nr_hugepages)")
     quota: Quotas = Field(default_factory=dict[str, int], description="SALT=SIZE: most that a tenant may hold")
     chunk_tokens: Count = _doc(_LIMITS.chunk_tokens, "tokens in a chunk, the unit that is cached")
@@ -215,6 +218,8 @@ class Settings(BaseSettings):
     def _one_kind_of_memory(self) -> Settings:
         if self.arena_path is not None and self.huge_pages:
             raise ValueError("--huge-pages and --arena-path exclude each other: huge pages have no name")
+        if self.fresh and self.arena_path is None:
+            raise ValueError("--fresh is about what lies at --arena-path, and there is none")
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,8 @@ from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.lookups import Lookups
 from kvgrpc.core.plans import RetrievePlan, StorePlan
 from kvgrpc.core.prefetch import Prefetcher
+from kvgrpc.core.quotas import Quotas
+from kvgrpc.core.records import Records
 from kvgrpc.core.sessions import Client, Sessions
 from kvgrpc.core.versions import Versioning
 from kvgrpc.core.writes import WriteBehind
@@ -50,7 +52,9 @@ class Bookkeeper:
         self.leases = Leases(ledger, self.index)
         self.jobs = Jobs(ledger, self.leases)
         self.holds = Holds(ledger, self.index)
-        self.writes = WriteBehind(ledger, self.index, tiers)
+        self.quotas = Quotas(ledger, self.index)
+        self.records = Records(ledger, self.index)
+        self.writes = WriteBehind(ledger, self.index, self.records, tiers)
         self.prefetcher = Prefetcher(ledger, self.index, self.leases, self.jobs, self.writes)
         self.lookups = Lookups(ledger, self.index, self.leases, self.jobs, self.prefetcher)
         self.sessions = Sessions(limits.clients)
@@ -371,7 +375,7 @@ class Bookkeeper:
 
     def set_quota(self, cache_salt: str, size_bytes: int | None) -> None:
         """Most that a tenant may hold; None = no quota."""
-        self.index.eviction.set_quota(self.index.account(cache_salt), size_bytes)
+        self.quotas.set(cache_salt, size_bytes)
 
     def set_write_policy(self, model: str, policy: t.WritePolicy) -> None:
         """When objects of this model, or of any other (""), are copied to lower tiers."""

@@ -335,18 +335,18 @@ class Index:
         if account.quota_bytes is not None:
             most = 1
             while (over := account.used_bytes + cost - account.quota_bytes) > 0:
-                gone = 0 if cost > account.quota_bytes else self._evict(over, turns, account)
+                gone = 0 if cost > account.quota_bytes else self.evict(over, turns, account)
                 turns -= gone
                 if not gone:
                     return "QUOTA"
         while not (reserved := slots.reserve(size_bytes, cost, most)):
-            gone = self.reclaim(min(turns, 1)) or self._evict(slots.lack_bytes(cost, most), turns)
+            gone = self.reclaim(min(turns, 1)) or self.evict(slots.lack_bytes(cost, most), turns)
             turns -= gone
             if not gone:
                 return "NO_ROOM"
         return reserved
 
-    def _evict(self, size_bytes: int, most: int, account: Account | None = None) -> int:
+    def evict(self, size_bytes: int, most: int, account: Account | None = None) -> int:
         """Frees chunks of one tenant or of any until they had so many bytes, or one was small enough to share a page,
         but at most so many; how many."""
         victims: list[Chunk] = []

@@ -49,6 +49,7 @@ def _chunks(book: Bookkeeper) -> Iterator[Chunk]:
         yield from _pinned(plan)
     yield from (read.chunk for read in book.prefetcher.reads.values())
     yield from (write.chunk for write in book.writes.flights.values())
+    yield from (sealing.chunk for sealing in book.records.unchecked)
 
 
 def _clients(book: Bookkeeper) -> list[Client]:

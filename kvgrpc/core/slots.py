@@ -29,6 +29,8 @@ class Slot:
     state: SlotState = FREE
     in_flight: bool = False
     """A copy that fills this slot was launched and has not been reported."""
+    checksum: bytes = b""
+    """Of its bytes and name, once there is a record of it (``kvgrpc.core.records``)."""
 
 
 class _Slab:
@@ -135,7 +137,7 @@ class Slots:
         self.pages = _Pages(page_bytes)
         self.bytes_by_state = dict.fromkeys(SlotState, 0)
         """PINNED stays 0 here: its bytes are a part of READY, counted by the index."""
-        self._slabs: dict[int, dict[_Slab, None]] = {}
+        self.slabs: dict[int, dict[_Slab, None]] = {}
         """Slabs with a free place, by the size of their places."""
         self.grow(arena_bytes)
 
@@ -169,7 +171,7 @@ class Slots:
         return slots
 
     def _from_slab(self, size_bytes: int, cost: int) -> Slot | None:
-        slabs = self._slabs.get(cost)
+        slabs = self.slabs.get(cost)
         if slabs:
             slab = next(iter(slabs))
         else:
@@ -177,7 +179,7 @@ class Slots:
             if not pages:
                 return None
             slab = _Slab(pages[0][0], cost)
-            slabs = self._slabs[cost] = {slab: None}
+            slabs = self.slabs[cost] = {slab: None}
         offset = slab.free.pop()
         if not slab.free:
             del slabs[slab]
@@ -222,10 +224,83 @@ class Slots:
                 extents += slot.extents
                 continue
             slab.free.append(slot.extents[0][0])
-            slabs = self._slabs.setdefault(slab.size_bytes, {})
+            slabs = self.slabs.setdefault(slab.size_bytes, {})
             if len(slab.free) < slab.places:
                 slabs[slab] = None
             else:
                 slabs.pop(slab, None)
                 extents.append(slab.page)
         self.pages.give(extents)
+
+
+class Claims:
+    """Places in an arena that an earlier server left, until ``take``; then they are WRITING, and the rest is free.
+
+    Used once, in a book without objects. What does not lie where such an object could, or where another claim lies, is
+    no claim.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        assert slots.pages.free * slots.page_bytes == slots.total_bytes, "objects are there already"
+        self._slots = slots
+        self._taken = bytearray(slots.total_bytes // slots.page_bytes)
+        self._slabs: dict[int, _Slab] = {}
+        self._claimed: list[Slot] = []
+
+    def claim(self, size_bytes: int, extents: tuple[Extent, ...]) -> Slot | None:
+        """The slot, FREE until ``take``; None where it cannot be."""
+        slots = self._slots
+        cost, page, slab = slots.cost_bytes(size_bytes), slots.page_bytes, None
+        if sum(length for _, length in extents) != cost:
+            return None
+        if cost * 2 <= page:
+            slab = self._place(cost, extents)
+            if slab is None:
+                return None
+        elif not self._pages(extents):
+            return None
+        self._claimed.append(Slot(size_bytes, cost, extents, slab))
+        return self._claimed[-1]
+
+    def _place(self, cost: int, extents: tuple[Extent, ...]) -> _Slab | None:
+        offset, page = extents[0][0], self._slots.page_bytes
+        if len(extents) > 1 or not 0 <= offset < self._slots.total_bytes:
+            return None
+        start = offset // page * page
+        slab = self._slabs.get(start)
+        if slab is None:
+            if not self._pages(((start, page),)):
+                return None
+            slab = self._slabs[start] = _Slab((start, page), cost)
+        if slab.size_bytes != cost or offset not in slab.free:
+            return None
+        slab.free.remove(offset)
+        return slab
+
+    def _pages(self, extents: Sequence[Extent]) -> bool:
+        """Takes whole pages that nobody has, all or none."""
+        page, taken, total_bytes = self._slots.page_bytes, self._taken, self._slots.total_bytes
+        mine: list[slice] = []
+        for offset, length in extents:
+            if offset % page or length % page or not 0 <= offset < offset + length <= total_bytes:
+                break
+            run = slice(offset // page, (offset + length) // page)
+            if any(taken[run]):
+                break
+            taken[run] = bytes([1]) * (run.stop - run.start)
+            mine.append(run)
+        else:
+            return True
+        for run in mine:
+            taken[run] = bytes(run.stop - run.start)
+        return False
+
+    def take(self) -> None:
+        """What was claimed is reserved from now on."""
+        slots, page = self._slots, self._slots.page_bytes
+        slots.pages = _Pages(page)
+        slots.pages.give([(at * page, page) for at, taken in enumerate(self._taken) if not taken])
+        for slab in self._slabs.values():
+            if slab.free:
+                slots.slabs.setdefault(slab.size_bytes, {})[slab] = None
+        slots.move_all(self._claimed, WRITING)

@@ -281,6 +281,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may hold (None: as much as there is room for), and what it holds."""
+
+    size_bytes: int | None
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Warmed:
     """Effect of Warm: what is in L1 now, and why not more."""
 

@@ -82,3 +82,10 @@ class Versioning:
             if space.version != space.facts.version
         }
         return Versions(index.first_version, {**index.known_bases, **bases}, {**index.known_spaces, **spaces})
+
+
+def version_of(versions: Versions, base: bytes, digest: bytes) -> int:
+    """The version of a space, by its identity and digest."""
+    if digest in versions.spaces:
+        return versions.spaces[digest][1]
+    return versions.bases[base][1] if base in versions.bases else versions.first

@@ -17,6 +17,7 @@ from itertools import chain, islice
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.keys import describe, object_name
 from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.records import Records
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import FREE
 from kvgrpc.core.types import ObjectName, WriteObject, WritePolicy
@@ -50,9 +51,10 @@ class Lane:
 class WriteBehind:
     """Says what is written when. A chunk's ``kept`` has a bit for each tier and KV rank: it has the object, or will."""
 
-    def __init__(self, ledger: Ledger, index: Index, tiers: tuple[str, ...]) -> None:
+    def __init__(self, ledger: Ledger, index: Index, records: Records, tiers: tuple[str, ...]) -> None:
         self._ledger = ledger
         self._index = index
+        self._records = records
         self.lanes = [Lane(tier, number) for number, tier in enumerate(tiers)]
         self.flights: dict[int, Write] = {}
         self.policies: dict[str, WritePolicy] = {}
@@ -66,6 +68,7 @@ class WriteBehind:
 
     def stored(self, chunks: Sequence[Chunk], kv_rank: int) -> None:
         """A store has filled these objects of one table."""
+        self._records.ready(chunks, kv_rank)
         if self.lanes and chunks and chunks[0].table.live:
             policy = self._policy(chunks[0].table.space)
             if policy is WritePolicy.THROUGH:
@@ -84,6 +87,7 @@ class WriteBehind:
 
     def has(self, chunk: Chunk, kv_rank: int, tier: str) -> None:
         """The tier has the object: it has just come from there."""
+        self._records.ready((chunk,), kv_rank)
         for lane in self.lanes:
             if lane.tier == tier:
                 chunk.kept |= self._bit(lane, kv_rank)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvgrpc import api
 from kvgrpc.core import inspection
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, Cleared, Direction, Held, SpaceRef, Warmed
+from kvgrpc.core.types import MS, Cleared, Direction, Held, Quota, SpaceRef, Warmed
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
@@ -52,6 +52,7 @@ class DriverAdmin:
                 "stored_bytes": driver.copied_bytes[Direction.STORE],
                 "loaded_bytes": driver.copied_bytes[Direction.RETRIEVE],
             },
+            restart=api.RestartStatus() if driver.recorder is None else driver.recorder.status(),
         )
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
@@ -155,6 +156,17 @@ class DriverAdmin:
         released = self._driver.book.unpin(self._driver.now(), pin_id)
         self._driver.pump()
         return released
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
+        driver, quotas = self._driver, self._driver.book.quotas
+        quotas.set(cache_salt, size_bytes)
+        while quotas.shrink(cache_salt):
+            driver.pump()
+            await asyncio.sleep(0)
+        return quotas.get(cache_salt)
+
+    async def get_quota(self, cache_salt: str) -> Quota:
+        return self._driver.book.quotas.get(cache_salt)
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         driver = self._driver

@@ -58,6 +58,7 @@ from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
 
 if TYPE_CHECKING:
+    from kvgrpc.runtime.recorder import Recorder
     from kvgrpc.runtime.session import DriverSession
 
 log = structlog.get_logger(__name__)
@@ -125,6 +126,8 @@ class Driver:
         self.below = Below(self)
         self.reads = Reads(hands.chunk_streams)
         self.watching = Watching(book, facts.server_epoch, hands.watchers)
+        self.recorder: Recorder | None = None
+        """Of a named arena."""
         self._slices = SliceRunner(hands.affinity, hands.mover, self._post)
         self._copying: dict[str, int] = {}
         """Clients of which a slice was handed over, was launched or has ended, so that others may be planned behind it,

@@ -73,6 +73,8 @@ RULES: dict[str, Rule] = {
     f"/{ADMIN_SERVICE}/Inspect": Rule(needs_client=False, copies=True, most_bytes=UNLIMITED, holds_drain=False),
     f"/{ADMIN_SERVICE}/RecordTrace": Rule(needs_client=False, exempt=True, holds_drain=False, limited=False),
     f"/{ADMIN_SERVICE}/Unpin": _OPERATOR,
+    f"/{ADMIN_SERVICE}/SetQuota": _OPERATOR,
+    f"/{ADMIN_SERVICE}/GetQuota": _OPERATOR_READS,
     f"/{ADMIN_SERVICE}/DrainEngine": Rule(needs_client=False, limited=False, copies=True, holds_drain=False),
 }
 

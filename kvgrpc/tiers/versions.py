@@ -8,6 +8,7 @@ none yet begins at a version that nobody used, since nobody knows what its objec
 from __future__ import annotations
 
 import errno
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,34 @@ class VersionPlace(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KeptVersions:
+    """Where versions of spaces outlive the server: in a place that servers share, in a file beside the disk tier, in one
+    beside a named arena. The first of them that there is says what is in force."""
+
+    shared: VersionPlace | None
+    beside_disk: Path | None
+    beside_arena: Path | None
+
+    @property
+    def outlive(self) -> bool:
+        return self != KeptVersions(None, None, None)
+
+    def begin(self) -> Versions:
+        """What a server begins with."""
+        if self.shared is None and self.beside_disk is None:
+            return begin_both(None, self.beside_arena)
+        return begin_both(self.shared, self.beside_disk)
+
+    def save(self, before: Versions, after: Versions) -> None:
+        """Keeps what has changed, durably, wherever versions are kept. Raises OSError."""
+        if self.shared is not None:
+            save_at(self.shared, before, after)
+        for path in (self.beside_disk, self.beside_arena):
+            if path is not None:
+                version_file.save(path, before, after)
+
+
 def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:
     """What a server begins with, of the place if there is one, and of the file beside the disk tier if there is one or
     the place does not answer. A server that goes on with the file's is like one that was not restarted."""
@@ -65,14 +94,6 @@ def _beside(path: Path | None) -> Versions | None:
         return version_file.load(path) if path is not None else None
     except (OSError, version_file.UnreadableVersionsError):
         return None
-
-
-def save_both(place: VersionPlace | None, path: Path | None, before: Versions, after: Versions) -> None:
-    """Keeps what has changed, durably, wherever versions are kept. Raises OSError."""
-    if place is not None:
-        save_at(place, before, after)
-    if path is not None:
-        version_file.save(path, before, after)
 
 
 def begin_at(place: VersionPlace) -> Versions:

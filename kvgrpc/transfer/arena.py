@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from kvgrpc.transfer import _native
-from kvgrpc.transfer.arena_file import ArenaError, anonymous_file, named_file
+from kvgrpc.transfer.arena_file import ArenaError, Mark, anonymous_file, named_file
 
 __all__ = ["Arena", "ArenaError"]
 
@@ -29,7 +29,8 @@ class Arena:
     """``size_bytes`` of shared memory whose size cannot change; the first ``ready_bytes`` of it are there.
 
     ``first_bytes`` are there when it has been made, all by default; ``grow`` adds parts. It is a sealed memfd, with
-    ``huge_pages`` one of reserved huge pages; or, with ``path``, a file under a lock, which ``close`` removes.
+    ``huge_pages`` one of reserved huge pages; or, with ``path``, a file under a lock, which ``close`` leaves for the
+    next server. ``left``: an earlier one's bytes are in it; ``refused``: why not, where it left some (``arena_file``).
 
     Whether the machine can spare the memory is for the settings to check beforehand: the kernel would rather end a
     process than refuse.
@@ -41,7 +42,13 @@ class Arena:
     """
 
     def __init__(
-        self, size_bytes: int, *, path: Path | None = None, huge_pages: bool = False, first_bytes: int | None = None
+        self,
+        size_bytes: int,
+        *,
+        path: Path | None = None,
+        fresh: bool = False,
+        huge_pages: bool = False,
+        first_bytes: int | None = None,
     ) -> None:
         if size_bytes < 1:
             raise ArenaError(f"an arena of {size_bytes} bytes makes no sense; give it at least one byte")
@@ -52,16 +59,22 @@ class Arena:
             )
         self.size_bytes = size_bytes
         self.ready_bytes = 0
-        self._path = path
         self._huge_pages = huge_pages
-        self._fd = named_file(path, size_bytes) if path is not None else anonymous_file(size_bytes, huge_pages)
+        self._file = None if path is None else named_file(path, size_bytes, fresh=fresh)
+        self._fd = anonymous_file(size_bytes, huge_pages) if self._file is None else self._file.fd
+        self.left = self._file is not None and self._file.left
+        self.refused = "" if self._file is None else self._file.refused
         self._closing = threading.Event()
         self._filling: threading.Thread | None = None
         try:
+            if self.left and os.fstat(self._fd).st_blocks * 512 >= size_bytes:
+                self.ready_bytes = size_bytes  # to allocate it again would look at every page
             while self.ready_bytes < min(size_bytes, size_bytes if first_bytes is None else first_bytes):
                 self.grow()
             self._map = mmap.mmap(self._fd, size_bytes)
         except BaseException:
+            if path is not None and not self.left:
+                path.unlink(missing_ok=True)  # while the lock is held: whoever waits for it sees that the name has gone
             self._let_go()
             raise
         for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
@@ -93,6 +106,17 @@ class Arena:
         self._filling = threading.Thread(target=self._fill, args=(on_grown, prepare), name="kvgrpc-arena", daemon=True)
         self._filling.start()
 
+    @property
+    def mark(self) -> Mark:
+        """Of a named arena."""
+        assert self._file is not None, "only a named arena has a mark"
+        return self._file.mark
+
+    def put_mark(self, mark: Mark) -> None:
+        """Durably. Raises OSError."""
+        assert self._file is not None, "only a named arena has a mark"
+        self._file.put_mark(mark)
+
     def view(self, offset: int, length: int) -> memoryview:
         """The bytes [offset, offset + length). Must be dropped before ``close``, or it keeps the memory."""
         assert 0 <= offset <= offset + length <= self.size_bytes, "a view outside the arena"
@@ -116,9 +140,6 @@ class Arena:
     def _let_go(self) -> None:
         if self._fd < 0:
             return
-        if self._path is not None:
-            with suppress(FileNotFoundError):
-                self._path.unlink()  # while the lock is held: whoever waits for it sees that the name has gone
         os.close(self._fd)
         self._fd = -1
 

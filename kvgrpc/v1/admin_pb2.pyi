@@ -232,6 +232,7 @@ class GetStatusResponse(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     EXECUTORS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    RESTART_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """The server's version."""
     server_epoch: _builtins.bytes
@@ -272,6 +273,10 @@ class GetStatusResponse(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Counts since the start, by name (docs/operations.md)."""
 
+    @_builtins.property
+    def restart(self) -> Global___RestartStatus:
+        """What an earlier server left, and what the next one will find; with --arena-path only."""
+
     def __init__(
         self,
         *,
@@ -291,14 +296,61 @@ class GetStatusResponse(_message.Message):
         tiers: _abc.Iterable[Global___TierStatus] | None = ...,
         executors: _abc.Iterable[Global___ExecutorStatus] | None = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        restart: Global___RestartStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "restart", b"restart"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "calls_in_flight", b"calls_in_flight", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "clients", b"clients", "counters", b"counters", "draining", b"draining", "engines", b"engines", "executors", b"executors", "jobs", b"jobs", "pins", b"pins", "server_epoch", b"server_epoch", "server_version", b"server_version", "spaces", b"spaces", "tiers", b"tiers", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "calls_in_flight", b"calls_in_flight", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "clients", b"clients", "counters", b"counters", "draining", b"draining", "engines", b"engines", "executors", b"executors", "jobs", b"jobs", "pins", b"pins", "restart", b"restart", "server_epoch", b"server_epoch", "server_version", b"server_version", "spaces", b"spaces", "tiers", b"tiers", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RestartStatus(_message.Message):
+    """A named arena's life beyond the server's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    FOUND_OBJECTS_FIELD_NUMBER: _builtins.int
+    RESTORED_OBJECTS_FIELD_NUMBER: _builtins.int
+    DROPPED_OBJECTS_FIELD_NUMBER: _builtins.int
+    RECORDED_OBJECTS_FIELD_NUMBER: _builtins.int
+    WAITING_OBJECTS_FIELD_NUMBER: _builtins.int
+    checking: _builtins.bool
+    """Objects of an earlier server are still being compared with their checksums; each can be found once it is."""
+    refused: _builtins.str
+    """Why nothing was taken over, where something was there; empty when all is well."""
+    found_objects: _builtins.int
+    """Records that an earlier server left."""
+    restored_objects: _builtins.int
+    """Of these, objects that were what their record says."""
+    dropped_objects: _builtins.int
+    """Of these, objects that were not, or were cleared since."""
+    recorded_objects: _builtins.int
+    """Records made since the start."""
+    waiting_objects: _builtins.int
+    """Objects that have none yet; they would not outlive a kill."""
+    def __init__(
+        self,
+        *,
+        checking: _builtins.bool = ...,
+        refused: _builtins.str = ...,
+        found_objects: _builtins.int = ...,
+        restored_objects: _builtins.int = ...,
+        dropped_objects: _builtins.int = ...,
+        recorded_objects: _builtins.int = ...,
+        waiting_objects: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checking", b"checking", "dropped_objects", b"dropped_objects", "found_objects", b"found_objects", "recorded_objects", b"recorded_objects", "refused", b"refused", "restored_objects", b"restored_objects", "waiting_objects", b"waiting_objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartStatus: _TypeAlias = RestartStatus  # noqa: Y015
 
 @_typing.final
 class ListEnginesRequest(_message.Message):
@@ -1111,6 +1163,112 @@ class UnpinResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class SetQuotaRequest(_message.Message):
+    """Says what a tenant may hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    """The tenant; empty: requests without a salt."""
+    size_bytes: _builtins.int
+    """At least 1; not set: no quota."""
+    def __init__(
+        self,
+        *,
+        cache_salt: _builtins.str = ...,
+        size_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "cache_salt", b"cache_salt", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
+    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+
+Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class SetQuotaResponse(_message.Message):
+    """As in GetQuotaResponse, once it is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """The quota; not set: none."""
+    used_bytes: _builtins.int
+    """What the tenant holds in L1."""
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int | None = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
+    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+
+Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class GetQuotaRequest(_message.Message):
+    """Names a tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    """Empty: requests without a salt."""
+    def __init__(
+        self,
+        *,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQuotaRequest: _TypeAlias = GetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class GetQuotaResponse(_message.Message):
+    """A tenant's quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """The quota; not set: none."""
+    used_bytes: _builtins.int
+    """What the tenant holds in L1."""
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int | None = ...,
+        used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
+    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+
+Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
 
 @_typing.final
 class DrainEngineRequest(_message.Message):

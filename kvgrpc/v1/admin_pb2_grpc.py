@@ -85,6 +85,16 @@ class AdminServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvgrpc.v1.AdminService/SetQuota',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
+        self.GetQuota = channel.unary_unary(
+                '/kvgrpc.v1.AdminService/GetQuota',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.FromString,
+                _registered_method=True)
         self.DrainEngine = channel.unary_unary(
                 '/kvgrpc.v1.AdminService/DrainEngine',
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.DrainEngineRequest.SerializeToString,
@@ -168,6 +178,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuota(self, request, context):
+        """Bounds what one tenant may hold, until the server ends or somebody sets it again. What the tenant has beyond that goes at once, the
+        least recently used first, as far as nobody uses it; the rest when the tenant stores. Too many quotas: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetQuota(self, request, context):
+        """What one tenant may hold, and holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainEngine(self, request, context):
         """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
         That lasts until its last client is gone: a restarted engine is served again.
@@ -228,6 +253,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'GetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQuota,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.SerializeToString,
             ),
             'DrainEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainEngine,
@@ -506,6 +541,60 @@ class AdminService(object):
             '/kvgrpc.v1.AdminService/Unpin',
             kvgrpc_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
             kvgrpc_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/SetQuota',
+            kvgrpc_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/GetQuota',
+            kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,12 @@ class AdminServiceStub:
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetQuotaRequest, _admin_pb2.SetQuotaResponse]
+    """Bounds what one tenant may hold, until the server ends or somebody sets it again. What the tenant has beyond that goes at once, the
+    least recently used first, as far as nobody uses it; the rest when the tenant stores. Too many quotas: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+    """
+    GetQuota: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetQuotaRequest, _admin_pb2.GetQuotaResponse]
+    """What one tenant may hold, and holds."""
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]
     """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
     That lasts until its last client is gone: a restarted engine is served again.
@@ -94,6 +100,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
+    SetQuota: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetQuotaRequest, _admin_pb2.SetQuotaResponse]  # type: ignore[assignment]
+    """Bounds what one tenant may hold, until the server ends or somebody sets it again. What the tenant has beyond that goes at once, the
+    least recently used first, as far as nobody uses it; the rest when the tenant stores. Too many quotas: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+    """
+    GetQuota: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetQuotaRequest, _admin_pb2.GetQuotaResponse]  # type: ignore[assignment]
+    """What one tenant may hold, and holds."""
     DrainEngine: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]  # type: ignore[assignment]
     """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
     That lasts until its last client is gone: a restarted engine is served again.
@@ -185,6 +197,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnpinResponse, _abc.Awaitable[_admin_pb2.UnpinResponse]]:
         """Ends a Pin. Unknown or expired: NOT_FOUND, PIN_UNKNOWN."""
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _admin_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetQuotaResponse, _abc.Awaitable[_admin_pb2.SetQuotaResponse]]:
+        """Bounds what one tenant may hold, until the server ends or somebody sets it again. What the tenant has beyond that goes at once, the
+        least recently used first, as far as nobody uses it; the rest when the tenant stores. Too many quotas: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+        """
+
+    @_abc_1.abstractmethod
+    def GetQuota(
+        self,
+        request: _admin_pb2.GetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetQuotaResponse, _abc.Awaitable[_admin_pb2.GetQuotaResponse]]:
+        """What one tenant may hold, and holds."""
 
     @_abc_1.abstractmethod
     def DrainEngine(

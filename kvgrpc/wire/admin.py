@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from kvgrpc import api
 from kvgrpc.core.inspection import InspectedChunk, Keeper
-from kvgrpc.core.types import Cleared, Held, Role, SpaceRef, Warmed
+from kvgrpc.core.types import Cleared, Held, Quota, Role, SpaceRef, Warmed
 from kvgrpc.v1 import admin_pb2 as pb
 from kvgrpc.wire.cache import WAIT_MS_MOST
 from kvgrpc.wire.content import (
@@ -41,6 +41,7 @@ def encode_server_status(status: api.ServerStatus) -> pb.GetStatusResponse:
         tiers=[pb.TierStatus(**asdict(tier)) for tier in status.tiers],
         executors=[pb.ExecutorStatus(**asdict(executor)) for executor in status.executors],
         counters=status.counters,
+        restart=pb.RestartStatus(**asdict(status.restart)),
     )
 
 
@@ -86,6 +87,19 @@ def decode_server_status(message: pb.GetStatusResponse) -> api.ServerStatus:
             for executor in message.executors
         ),
         counters=dict(message.counters),
+        restart=_decode_restart(message.restart),
+    )
+
+
+def _decode_restart(message: pb.RestartStatus) -> api.RestartStatus:
+    return api.RestartStatus(
+        checking=message.checking,
+        refused=message.refused,
+        found_objects=message.found_objects,
+        restored_objects=message.restored_objects,
+        dropped_objects=message.dropped_objects,
+        recorded_objects=message.recorded_objects,
+        waiting_objects=message.waiting_objects,
     )
 
 
@@ -353,6 +367,26 @@ def decode_pin_response(message: pb.PinResponse) -> Held:
 def decode_unpin_request(message: pb.UnpinRequest) -> bytes:
     """pin_id."""
     return check_bytes(message.pin_id, "pin_id", 16)
+
+
+def encode_set_quota_request(cache_salt: str, size_bytes: int | None) -> pb.SetQuotaRequest:
+    return pb.SetQuotaRequest(cache_salt=cache_salt, size_bytes=size_bytes)
+
+
+def decode_set_quota_request(message: pb.SetQuotaRequest) -> tuple[str, int | None]:
+    """(cache_salt, size_bytes)."""
+    salt = check_text(message.cache_salt, "cache_salt", most=512)
+    if not message.HasField("size_bytes"):
+        return salt, None
+    return salt, check_number(message.size_bytes, "size_bytes", 1, (1 << 63) - 1)
+
+
+def decode_get_quota_request(message: pb.GetQuotaRequest) -> str:
+    return check_text(message.cache_salt, "cache_salt", most=512)
+
+
+def decode_quota(message: pb.SetQuotaResponse | pb.GetQuotaResponse) -> Quota:
+    return Quota(message.size_bytes if message.HasField("size_bytes") else None, message.used_bytes)
 
 
 def decode_drain_request(message: pb.DrainEngineRequest) -> tuple[str, int]:

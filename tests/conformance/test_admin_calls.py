@@ -11,7 +11,7 @@ from typing import Any
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason
-from kvgrpc.core.types import Held, Role, SpaceRef, TokenRange, Warmed
+from kvgrpc.core.types import Held, Quota, Role, SpaceRef, TokenRange, Warmed
 from tests.conformance.engine import Engine, refused, tokens
 from tests.conformance.places import CHUNK, L1_BYTES, Place
 
@@ -201,6 +201,24 @@ async def test_so_many_recordings_and_no_more(place: Place, engine: Engine) -> N
     assert await refused(anext(more)) is Reason.CALL_LIMIT
     for each in running:
         await each.aclose()
+
+
+async def test_quotas(place: Place, engine: Engine) -> None:
+    """Set, asked for, lowered below what is there, and taken away; other tenants notice nothing."""
+    salt = engine.space.cache_salt
+    await engine.store(tokens(4))
+    size = engine.registered.object_bytes
+    used = (await place.admin.get_quota(salt)).used_bytes
+    assert used >= 4 * size
+    set_ = await place.admin.set_quota(salt, 3 * size)
+    assert set_.size_bytes == 3 * size
+    assert set_.used_bytes <= 3 * size
+    assert await place.admin.get_quota(salt) == set_
+    assert 0 < await engine.hit(tokens(4)) < 4 * CHUNK
+    assert (await place.admin.set_quota(salt, None)).size_bytes is None
+    await engine.store(tokens(4))
+    assert await engine.hit(tokens(4)) == 4 * CHUNK
+    assert await place.admin.get_quota(secrets.token_hex(8)) == Quota(None, 0)
 
 
 async def test_an_engine_is_drained(place: Place, engine: Engine) -> None:

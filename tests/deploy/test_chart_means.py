@@ -174,6 +174,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"l1_hugePages": "2Mi", "arena_persist": "true"}, "exclude each other, as --huge-pages and --arena-path do"),
     ({"l1_hugePages": "1Gi", "l1_size": "1536Mi"}, "l1.size=1536Mi is no multiple of l1.hugePages=1Gi; change l1.size"),
     ({"terminationGracePeriodSeconds": 27}, "does not hold drainSeconds=25 and the server's end after it (3 seconds)"),
+    ({"terminationGracePeriodSeconds": 30, "arena_persist": "true"}, "server's end after it (6 seconds)"),
     ({"terminationGracePeriodSeconds": 29, "otlp_endpoint": "http://c:4318"}, "server's end after it (5 seconds)"),
     ({"engine_users": "{1000}", "socket_mode": '"0600"'}, "socket.mode=0600 keeps them out; set socket.mode=0660"),
     ({"resources_cpuLimit": "500m"}, "resources.cpuLimit=500m is less than resources.cpuRequest=1; raise the limit"),

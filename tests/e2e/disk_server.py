@@ -62,7 +62,7 @@ class DiskServer:
     def start(self, *flags: str, l1_size: str = "64MiB") -> None:
         command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(self.socket), "--chunk-tokens", str(CHUNK)]
         with self.log_file.open("ab") as log:
-            command += ["--l1-size", l1_size, *self.flags, *flags]
+            command += [*(["--l1-size", l1_size] if l1_size else []), *self.flags, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_until(self._is_open, 30)
 

@@ -73,6 +73,8 @@ def requests(engine: Engine, job_id: bytes) -> dict[str, Message]:
         admin_pb2.BumpGenerationRequest(model="nobody"),
         admin_pb2.PinRequest(space=store.space, content=store.content, ttl_ms=1),
         admin_pb2.UnpinRequest(pin_id=b"n" * 16),
+        admin_pb2.SetQuotaRequest(cache_salt="nobody"),
+        admin_pb2.GetQuotaRequest(cache_salt="nobody"),
         admin_pb2.DrainEngineRequest(engine="nobody"),
     ]
     return {f"{at} {type(message).__name__}": message for at, message in enumerate(good)}

@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvgrpc.api import ClearTarget, FreeRequest, Hello, ReadChunksRequest
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
 from kvgrpc.v1 import admin_pb2, cache_pb2
@@ -61,6 +62,8 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{ADMIN_SERVICE}/Inspect": admin.encode_inspect_request(one.space, PROMPT),
         f"/{ADMIN_SERVICE}/RecordTrace": admin_pb2.RecordTraceRequest(),
         f"/{ADMIN_SERVICE}/Unpin": admin_pb2.UnpinRequest(pin_id=b"0" * 16),
+        f"/{ADMIN_SERVICE}/SetQuota": admin.encode_set_quota_request("none", 1 << 30),
+        f"/{ADMIN_SERVICE}/GetQuota": admin_pb2.GetQuotaRequest(cache_salt="none"),
         f"/{ADMIN_SERVICE}/DrainEngine": admin_pb2.DrainEngineRequest(engine="none", wait_ms=1),
     }
 
@@ -113,6 +116,11 @@ async def fuzz(server: LocalServer, seed: int, rounds: int, until_s: float = flo
 async def still_right(server: LocalServer) -> None:
     """Another engine's work, as if nothing had been: its own bytes, and no others."""
     other = await server.engine()
+    try:
+        await other.worker.set_quota("", None)  # a spoiled SetQuota may be a right one, for requests without a salt
+    except Refusal as refusal:
+        if refusal.reason is not Reason.NOT_ALLOWED:  # where it is, no message could set one, either
+            raise
     prompt = tokens_of(secrets.randbelow(1 << 30), 2 * CHUNK)
     blocks = BLOCKS[: 2 * CHUNK // BLOCK]
     assert outcomes(await other.store(prompt, blocks)) == ["STORED"] * 2

@@ -82,6 +82,8 @@ async def test_every_call_ends_at_its_deadline() -> None:
                 "bump_generation": client.bump_generation(model="m"),
                 "pin": client.pin(space, tokens, 1000),
                 "unpin": client.unpin(bytes(16)),
+                "set_quota": client.set_quota("s", None),
+                "get_quota": client.get_quota("s"),
                 "drain_engine": client.drain_engine(engine_id),
             }
             took = dict(zip(late, await asyncio.gather(*map(seconds, late.values())), strict=True))

@@ -16,6 +16,7 @@ from kvgrpc.core.types import (
     Held,
     LookupAnswer,
     PrefetchStatus,
+    Quota,
     Role,
     SpaceRef,
     Warmed,
@@ -100,6 +101,14 @@ class FakeCache:
     async def unpin(self, pin_id: bytes) -> int:
         await self.act("", "unpin", pin_id)
         return 2
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
+        await self.act("", "set_quota", (cache_salt, size_bytes))
+        return Quota(size_bytes, 3)
+
+    async def get_quota(self, cache_salt: str) -> Quota:
+        await self.act("", "get_quota", cache_salt)
+        return Quota(None, 3)
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         await self.act("", "drain_engine", (engine, wait_ms))

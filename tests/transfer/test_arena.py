@@ -139,11 +139,17 @@ def test_a_named_arena_is_a_private_file_while_it_is_used(tmp_path: Path) -> Non
         Arena(1 << 20, path=path)
     assert path.read_bytes()[:4] == b"seen"
     arena.close()
-    assert not path.exists()
-    Arena(1 << 20, path=path).close()
+    assert path.read_bytes()[:4] == b"seen"
+    arena = Arena(1 << 20, path=path)
+    assert (arena.left, arena.refused, bytes(arena.view(0, 4))) == (True, "", b"seen")
+    arena.close()
+    arena = Arena(1 << 20, path=path, fresh=True)
+    assert not arena.left and "--fresh" in arena.refused
+    assert bytes(arena.view(0, 1 << 20)) == bytes(1 << 20)
+    arena.close()
 
 
-def test_an_arena_that_was_left_behind_is_taken_without_its_data(tmp_path: Path) -> None:
+def test_an_arena_of_another_size_is_emptied(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     program = (
         "import os, pathlib, sys\n"
@@ -156,7 +162,18 @@ def test_an_arena_that_was_left_behind_is_taken_without_its_data(tmp_path: Path)
     assert path.read_bytes()[:4] == b"left"
     arena = Arena(2 << 20, path=path)
     assert bytes(arena.view(0, 2 << 20)) == bytes(2 << 20)
+    assert not arena.left and arena.refused == "the arena has 1048576 bytes, and 2097152 are asked for"
     arena.close()
+
+
+def test_an_arena_whose_making_failed_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArenaError, match="only 0 bytes"):
+        Arena(1 << 20, path=tmp_path / "arena")
+    assert not (tmp_path / "arena").exists()
 
 
 @pytest.mark.parametrize("content", [b"x", b"precious" * 4096])

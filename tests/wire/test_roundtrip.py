@@ -21,6 +21,7 @@ from kvgrpc.core.types import (
     Policy,
     PrefetchStatus,
     Priority,
+    Quota,
     Reader,
     Role,
     SpaceIdentity,
@@ -221,4 +222,10 @@ def test_admin_acts() -> None:
     held = Held(b"p" * 16, 256)
     assert admin.decode_pin_response(over_the_wire(admin.encode_pin_response(held))) == held
     assert admin.decode_unpin_request(admin_pb2.UnpinRequest(pin_id=b"p" * 16)) == b"p" * 16
+    for quota in (("salt", 1 << 40), ("", None)):
+        assert admin.decode_set_quota_request(over_the_wire(admin.encode_set_quota_request(*quota))) == quota
+    for known in (Quota(None, 7), Quota(9, 7)):
+        message = admin_pb2.GetQuotaResponse(size_bytes=known.size_bytes, used_bytes=known.used_bytes)
+        assert admin.decode_quota(over_the_wire(message)) == known
+    assert admin.decode_get_quota_request(admin_pb2.GetQuotaRequest(cache_salt="s")) == "s"
     assert admin.decode_drain_request(admin_pb2.DrainEngineRequest(engine="f" * 16, wait_ms=5)) == ("f" * 16, 5)

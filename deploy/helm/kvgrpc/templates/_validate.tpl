@@ -85,7 +85,7 @@
 {{- if and $v.disk.hostPath (not $v.disk.size) -}}
 {{- fail "disk.hostPath has no effect without disk.size; set it, or empty disk.hostPath" -}}
 {{- end -}}
-{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary $v.flushSeconds 0 (ne $v.disk.size "")) -}}
+{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary 3 0 $v.arena.persist) (ternary $v.flushSeconds 0 (ne $v.disk.size "")) -}}
 {{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
 {{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) (int $end)) -}}
 {{- end -}}

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index file: what was written is read, and nothing else ever is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.core.records import Form, Record
+from kvgrpc.core.types import Priority, SpaceIdentity
+from kvgrpc.transfer.arena_index import Head, IndexDamagedError, IndexFile, is_index, read_index
+
+HEAD = Head(b"a" * 16, 3, 1 << 20, 4096, 16)
+FORMS = [
+    Form(
+        SpaceIdentity("mod\u00e9l", "r1", "bf16", 2, "sha256-u32le", "form"),
+        "lora",
+        "salt\ud83d",
+        1 << 70,
+        1,
+        "o",
+        8192,
+    ),
+    Form(SpaceIdentity("other", "", "bf16", 1, "x", "form"), "", "", 0, 0, "", 64),
+]
+RECORDS = [
+    Record(FORMS[number % 2], bytes([number]) * 32, Priority(number % 3), ((4096 * number, 4096), (0, 4096)), b"c" * 16)
+    for number in range(20)
+]
+
+
+def written(path: Path, *, whole: bool) -> bytes:
+    file = IndexFile(path, HEAD)
+    file.append(RECORDS[:7])
+    assert not path.exists()
+    file.publish()
+    file.append(RECORDS[7:])
+    if whole:
+        file.end()
+    file.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_written_is_read(tmp_path: Path, whole: bool) -> None:
+    path = tmp_path / "index"
+    written(path, whole=whole)
+    found = read_index(path, HEAD.arena)
+    assert (list(found.records), found.head, found.whole) == (RECORDS, HEAD, whole)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert is_index(path)
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_any_flipped_bit_is_damage_or_another_arena(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    raw = written(path, whole=True)
+    for at in range(len(raw)):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+        try:
+            found = read_index(path, HEAD.arena)
+        except IndexDamagedError:
+            continue
+        assert not found.whole, "a length that reaches beyond the end: as if it were cut there"
+        assert list(found.records) == RECORDS[: len(found.records)]
+
+
+def test_a_cut_leaves_what_comes_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    raw = written(path, whole=True)
+    counts: set[int] = set()
+    for length in range(len(raw)):
+        path.write_bytes(raw[:length])
+        try:
+            found = read_index(path, HEAD.arena)
+        except IndexDamagedError:
+            assert not counts, "only without a whole head"
+            continue
+        assert not found.whole
+        assert list(found.records) == RECORDS[: len(found.records)]
+        counts.add(len(found.records))
+    assert counts == set(range(21))
+
+
+def test_frames_of_another_run_do_not_pass(tmp_path: Path) -> None:
+    """As a file system might leave them behind where a newer file ends."""
+    raw = written(tmp_path / "new", whole=False)
+    other = IndexFile(tmp_path / "old", replace(HEAD, serial=2))
+    other.append([*RECORDS, *RECORDS])
+    other.publish()
+    other.close()
+    old = (tmp_path / "old").read_bytes()
+    (tmp_path / "new").write_bytes(raw + old[len(raw) :])
+    with pytest.raises(IndexDamagedError):
+        read_index(tmp_path / "new", HEAD.arena)
+    with pytest.raises(IndexDamagedError, match="another arena"):
+        read_index(tmp_path / "old", b"b" * 16)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"{}" * 100, bytes(1000), b"\xff" * 1000, b"\x05\0\0\0\1\0\0\0hello" + bytes(16)]
+)
+def test_other_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "index"
+    path.write_bytes(content)
+    assert not is_index(path)
+    with pytest.raises(IndexDamagedError):
+        read_index(path, HEAD.arena)
+    path.unlink()
+    path.symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_bytes(written(tmp_path / "real", whole=True))
+    assert not is_index(path)
+    with pytest.raises(OSError):
+        read_index(path, HEAD.arena)
