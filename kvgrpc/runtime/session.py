@@ -197,8 +197,8 @@ class DriverSession:
         )
         repeated = answer.job_id not in (b"", job_id)
         if not request.policy.no_lookup and not repeated:
-            sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
-            chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
+            forms = driver.book.index.facts(request.space.space_base).forms if answer.job_id else {}
+            chunk_bytes = sum(forms[rank][0].object_bytes for rank in request.kv_ranks or forms if rank in forms)
             driver.figures.asked(answer, len(content.keys), chunk_bytes)
         driver.pump()
         return answer

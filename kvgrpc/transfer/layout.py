@@ -36,7 +36,7 @@ def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
         sentence = f"{len(layout.groups)} groups were sent; layouts of several groups are not supported yet"
         raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field="groups")
     geometries = tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups)))
-    return Geometry(geometries, "+".join(_order(group) for group in layout.groups))
+    return Geometry(geometries)
 
 
 def _order(group: KvGroup) -> str:
@@ -112,7 +112,7 @@ def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry
     block_bytes = sum(runs.layers * runs.planes * runs.run_bytes for runs in group.runs)
     if block_bytes * (chunk_tokens // group.block_size) > _MAX_INT:
         _refuse(f"{where}.runs", "a chunk of this layout would take 2^63 bytes or more")
-    return GroupGeometry(group.block_size, group.num_blocks, block_bytes)
+    return GroupGeometry(group.block_size, group.num_blocks, block_bytes, order=_order(group))
 
 
 def _check_names(group: KvGroup, where: str) -> None:

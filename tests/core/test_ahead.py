@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.core import types as t
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import SliceReport
 from tests.core.desk import OBJECT, Desk, EngineDesk
 

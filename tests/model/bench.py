@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import (
     Action,
     CallEnded,

@@ -42,7 +42,7 @@ def refused(layout: Layout) -> Refusal:
 
 
 def test_geometry_of_a_good_layout() -> None:
-    assert check_layout(GOOD, CHUNK) == Geometry((GroupGeometry(16, 16, 512),), "2x2x128")
+    assert check_layout(GOOD, CHUNK) == Geometry((GroupGeometry(16, 16, 512, order="2x2x128"),))
     assert memory_bytes(GOOD) == 8192
 
 
