@@ -23,7 +23,7 @@ from kvgrpc.core.desk import Desk
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Space, Table
 from kvgrpc.core.keys import part_keys
-from kvgrpc.core.plans import RetrievePlan, StorePlan
+from kvgrpc.core.plans import RetrievePlan, StorePlan, WindowStorePlan
 from kvgrpc.core.slicing import ABSENT, AFTER_FAILURE, LOADED, MISSING, RESIDENT, STORED, Known, PartPlan, Plan
 from kvgrpc.core.types import ALL, Need
 from kvgrpc.core.types import ChunkOutcome as Outcome
@@ -73,6 +73,11 @@ def find(table: Table, keys: Sequence[bytes], want: int, needs: Sequence[Need], 
                 break
             found.append(chunk)
         return Hit(len(found), found)
+    return _find_parted(table, keys, want, needs, chunk_tokens)
+
+
+def _find_parted(table: Table, keys: Sequence[bytes], want: int, needs: Sequence[Need], chunk_tokens: int) -> Hit:
+    get = table.chunks.get
     count = len(keys)
     if needs[0] == ALL:
         gaps = (at for at, key in enumerate(keys) if (chunk := get(key)) is None or chunk.ready & want != want)
@@ -115,7 +120,8 @@ def store_plan(desk: Desk, client: Client, command: t.StoreCommand, space: Space
     if space.facts.needs == WHOLE:
         return StorePlan(desk, registration, command, parts[0], space)
     plain = replace(command, policy=replace(command.policy, retention_ns=0))
-    plans = [StorePlan(desk, registration, plain, part, space) for part in parts]
+    kinds = [WindowStorePlan if part.need.window else StorePlan for part in parts]
+    plans = [kind(desk, registration, plain, part, space) for kind, part in zip(kinds, parts, strict=True)]
     return PartedStore(desk, command, space, plans)
 
 

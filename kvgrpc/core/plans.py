@@ -51,20 +51,9 @@ class StorePlan(PartPlan):
         self._space = space
         self._table = space.table
         self._refusal = ""
-        self._absent = self._find_absent() if part.need.window else frozenset[int]()
         self._used_from = max(self.first - content.first_chunk, 0) if part.need.window else 0
         self._ahead = self.end  # chunks to ask room for at once: as many as were given, and more after all were
         self.held: list[Chunk] | None = None
-
-    def _find_absent(self) -> frozenset[int]:
-        """Chunks of which the engine does not have every block that can be needed."""
-        absent: set[int] = set()
-        for ids, size, tail in zip(self.block_ids, self._sizes, self.of.blocks, strict=True):
-            for at in range(self.first, self.end):
-                end = ((at + 1) * self._chunk_tokens - self._range.start) // size
-                if t.NULL_BLOCK in ids[end - tail : end]:
-                    absent.add(at)
-        return frozenset(absent)
 
     def _open_next(self, most: int) -> Targets:
         if self.held is None:
@@ -74,7 +63,7 @@ class StorePlan(PartPlan):
                 if (chunk := self._table.chunks.get(key)) is not None:
                     self._hold((chunk,), self.held)
         while self._at < self.end:
-            opened = self._reserve(most, self.held) if self._at not in self._absent else self._set(self._at, ABSENT)
+            opened = self._reserve(most, self.held)
             if opened is not None:
                 return opened
             self._at += 1
@@ -99,8 +88,6 @@ class StorePlan(PartPlan):
         if self._refusal:
             return self._set(self._at, (Outcome.REFUSED, self._refusal))
         last = min(place + min(most, self._ahead), self.end - self._first_key) if chunk is None else place + 1
-        if self._absent:
-            last = next((at for at in range(place + 1, last) if at + self._first_key in self._absent), last)
         keys = table.unknown(self._keys[place:last]) if chunk is None else self._keys[place:last]
         slots = index.reserve(self._space, self._object_bytes, len(keys))
         if isinstance(slots, str):
@@ -187,6 +174,33 @@ class StorePlan(PartPlan):
                 break
             chunks.append(chunk)
         self._desk.holds.retain(chunks, now + self._policy.retention_ns)
+
+
+class WindowStorePlan(StorePlan):
+    """Stores a part of which the engine may not have every block: the chunks that it has whole."""
+
+    def __init__(
+        self, desk: Desk, registration: t.Registration, command: t.StoreCommand, part: t.Part, space: Space
+    ) -> None:
+        super().__init__(desk, registration, command, part, space)
+        self._absent = self._find_absent()
+
+    def _find_absent(self) -> frozenset[int]:
+        """Chunks of which the engine does not have every block that can be needed."""
+        absent: set[int] = set()
+        for ids, size, tail in zip(self.block_ids, self._sizes, self.of.blocks, strict=True):
+            for at in range(self.first, self.end):
+                end = ((at + 1) * self._chunk_tokens - self._range.start) // size
+                if t.NULL_BLOCK in ids[end - tail : end]:
+                    absent.add(at)
+        return frozenset(absent)
+
+    def _reserve(self, most: int, held: list[Chunk]) -> Targets | None:
+        """As for every store; a chunk that the engine does not have whole ends a run."""
+        if self._at in self._absent:
+            return self._set(self._at, ABSENT)
+        run = next((at for at in range(self._at + 1, self._at + most) if at in self._absent), self._at + most)
+        return super()._reserve(run - self._at, held)
 
 
 class RetrievePlan(PartPlan):
