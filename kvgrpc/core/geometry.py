@@ -82,7 +82,9 @@ class Geometry:
             groups = [self.groups[at] for at in places]
             blocks = tuple(need.tail(group.block_size, chunk_tokens) for group in groups)
             size = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
-            parts.append(Part(len(parts), need, places, blocks, size, "+".join(group.order for group in groups)))
+            parts.append(
+                Part(len(parts), need, places, blocks, size, "+".join(filter(None, (group.order for group in groups))))
+            )
         return tuple(parts)
 
     def object_bytes(self, chunk_tokens: int) -> int:

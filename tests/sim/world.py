@@ -13,7 +13,7 @@ from kvgrpc.core.types import ALL, MS, ChunkKeys, CoreLimits, Need, S, SpaceIden
 from tests.sim.engine import Client, Engine, Kind
 from tests.sim.hands import Hands
 from tests.sim.loop import Loop, Process, PromiseError, Signal
-from tests.sim.memory import CELL_BYTES, EngineMemory, Group, Shape
+from tests.sim.memory import CELL_BYTES, EngineMemory, Group, Shape, needed_from
 from tests.sim.requests import Request
 from tests.sim.tiers import Tiers
 from tests.sim.truth import Prompt, Space
@@ -131,9 +131,7 @@ class World:
         prompts = self._prompts(number)
         keys = sorted({key for prompt in prompts for key in prompt.keys})
         for _, space in spaces:
-            self.hands.tiers.know(
-                space, keys, identity.kv_world_size, sum(families) * CHUNK_TOKENS, "+" * (len(families) - 1)
-            )
+            self.hands.tiers.know(space, keys, identity.kv_world_size, sum(families) * CHUNK_TOKENS, "")
         self.models.append(Model(identity, families, paging, prompts, spaces))
         if not paging or any(need == ALL for _, need in paging):
             self.hands.watch.chains(prompt.keys for prompt in prompts)
@@ -275,9 +273,11 @@ class World:
         """An operator keeps a prefix for a while."""
         model = self.rng.choice(self.models)
         ref, space = self.rng.choice(model.spaces)
-        self.loop.spawn(self._hold(self.rng.choice(model.prompts), ref, space))
+        need = next((need for _, need in sorted(model.paging, key=lambda one: one[1] != ALL)), ALL)
+        self.loop.spawn(self._hold(self.rng.choice(model.prompts), ref, space, need))
 
-    def _hold(self, prompt: Prompt, ref: SpaceRef, space: Space) -> Process:
+    def _hold(self, prompt: Prompt, ref: SpaceRef, space: Space, need: Need) -> Process:
+        """``need`` is that of the first part of its chunks."""
         book, rng = self.hands.book, self.rng
         ttl_ns, pin_id = rng.choice((20, 200)) * MS, rng.randbytes(16)
         content = ChunkKeys(prompt.keys, prompt.num_tokens)
@@ -292,7 +292,8 @@ class World:
             raise PromiseError(f"a pin of {held.pinned_tokens} tokens with id {held.pin_id!r}")
         if not chunks:
             return
-        hold = self.hands.watch.hold(space, prompt.keys[:chunks], self.loop.now + ttl_ns)
+        first = needed_from(need, held.pinned_tokens) // CHUNK_TOKENS
+        hold = self.hands.watch.hold(space, prompt.keys[first:chunks], self.loop.now + ttl_ns)
         yield rng.randint(1, 250) * MS
         hold.over = True
         try:
