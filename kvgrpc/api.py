@@ -132,6 +132,7 @@ class GroupKind(Enum):
     FULL = "FULL"
     SLIDING_WINDOW = "SLIDING_WINDOW"
     RECURRENT = "RECURRENT"
+    CHUNKED_LOCAL = "CHUNKED_LOCAL"
 
 
 class BlockForm(Enum):

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from kvgrpc.config.places import UntrustedSocketError
     from kvgrpc.core.errors import Reason, Refusal
     from kvgrpc.core.types import (
+        NULL_BLOCK,
         ArenaStatus,
         ChunkOutcome,
         ChunkResult,
@@ -108,8 +109,8 @@ _NAMES = {
     "kvgrpc.config.places": "UntrustedSocketError",
     "kvgrpc.core.errors": "Reason Refusal",
     "kvgrpc.core.types": (
-        "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer Policy "
-        "PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
+        "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer NULL_BLOCK "
+        "Policy PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
     "kvgrpc.transfer.layout": "stored_form",
@@ -117,6 +118,7 @@ _NAMES = {
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "NULL_BLOCK",
     "OWN_HASH_ALGORITHM",
     "Address",
     "AioClient",

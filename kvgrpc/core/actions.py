@@ -36,6 +36,9 @@ class ChunkResult:
     count: int
     outcome: ChunkOutcome
     reason: str = ""
+    groups: int = 0
+    """Where the groups are not alike: bit g stands for group g, whose part of these chunks is there (Store) or was
+    written (Retrieve)."""
 
 
 class Direction(Enum):
@@ -46,10 +49,10 @@ class Direction(Enum):
 
 
 class Piece(NamedTuple):  # one is made for every chunk, and a tuple in a third of a dataclass's time
-    """Part of a slice: blocks ``block_ids`` of one chunk, from its block ``first_block`` on, both per group.
+    """Part of a slice: blocks ``block_ids`` of an object, from its block ``first_block`` on, both by group of its part.
 
     ``extents`` cover the whole object. ``block_ids[g][i]`` is the engine block that holds block ``first_block[g] + i``
-    of the chunk; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger
+    of the object; only those blocks are touched. ``span`` cuts the object's bytes (half-open) when a chunk is larger
     than a slice.
     """
 
@@ -66,7 +69,7 @@ class RunSlice:
 
     Slices of a client are copied and reported in the order they come. ``after`` (0: none) is the slice of the same call
     in front of it that was not reported when this one was ordered: if that one stopped early, this copies nothing and
-    is reported as ``SKIPPED``.
+    is reported as ``SKIPPED``. ``part`` is that of all its pieces: an index into ``Geometry.parts``.
     """
 
     slice_id: int
@@ -76,6 +79,7 @@ class RunSlice:
     direction: Direction
     pieces: tuple[Piece, ...]
     after: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

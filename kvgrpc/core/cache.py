@@ -22,7 +22,7 @@ from kvgrpc.core.keys import space_digest
 from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.lookups import Lookups
-from kvgrpc.core.plans import RetrievePlan, StorePlan
+from kvgrpc.core.parted import retrieve_plan, store_plan
 from kvgrpc.core.prefetch import Prefetcher
 from kvgrpc.core.quotas import Quotas
 from kvgrpc.core.records import Records
@@ -190,34 +190,37 @@ class Bookkeeper:
         if client.role is not t.Role.WORKER:
             raise Refusal(Reason.INVALID_FIELD, "only a worker shares memory; attach as one", field="role")
         facts = self._facts(registration.identity)
-        object_bytes = registration.geometry.object_bytes(self.limits.chunk_tokens)
+        parts = registration.geometry.parts(self.limits.chunk_tokens)
+        object_bytes = sum(part.object_bytes for part in parts)
         old = client.registration
         changed = old is None or replace(old, mapping_id=registration.mapping_id) != registration
         if changed:
             mate = client.engine.mate(client)
             checks.check_ranks(registration, mate.registration if mate else None, mate is None or mate.facts is facts)
-            self._check_geometry(client, registration, facts, object_bytes)
-            facts.object_bytes[registration.kv_rank] = object_bytes
-            facts.orders[registration.kv_rank] = registration.geometry.order
+            self._check_geometry(client, registration, facts, parts)
+            facts.forms[registration.kv_rank], facts.needs = parts, tuple(part.need for part in parts)
             self._give_up_memory(now, client)
-            client.registration, client.facts = registration, facts
+            client.registration, client.facts, client.parts = registration, facts, parts
             client.registration_epoch += 1
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
-    def _check_geometry(self, client: Client, own: t.Registration, facts: IdentityFacts, object_bytes: int) -> None:
-        """Objects of one space and rank have one length and order while anybody has or shares such. When that changes,
-        old lookups end: what a cleared space still pins for them has the other form."""
-        rank, order = own.kv_rank, own.geometry.order
-        if (facts.object_bytes.get(rank, object_bytes), facts.orders.get(rank, order)) == (object_bytes, order):
+    def _check_geometry(
+        self, client: Client, own: t.Registration, facts: IdentityFacts, parts: tuple[t.Part, ...]
+    ) -> None:
+        """Objects of one space and rank have one length and order while anybody has or shares such, and its chunks the
+        same parts. When that changes, old lookups end: what a cleared space still pins for them has the other form."""
+        needs = tuple(part.need for part in parts)
+        known = facts.forms.get(own.kv_rank, parts)
+        if [part.form for part in known] == [part.form for part in parts] and (needs == facts.needs or not facts.forms):
             return
         in_use = any(space.table.chunks for space in self.index.spaces.values() if space.facts is facts)
         others = (other for other in self.sessions.clients.values() if other is not client and other.facts is facts)
-        if in_use or any(other.sharing().kv_rank == rank for other in others):
-            known = f"{facts.object_bytes[rank]} bytes ({facts.orders[rank]})"
-            text = f"a chunk of this rank has {object_bytes} bytes ({order}) here, {known} elsewhere in the same space"
-            raise Refusal(Reason.GEOMETRY_MISMATCH, text, field="groups")
+        if in_use or any(other.sharing().kv_rank == own.kv_rank or needs != facts.needs for other in others):
+            raise Refusal(Reason.GEOMETRY_MISMATCH, checks.explain_forms(parts, known, facts.needs), field="groups")
         for job in [job for job in self.jobs.jobs.values() if job.space.facts is facts]:
             self.lookups.end(job)
+        if needs != facts.needs:
+            facts.forms.clear()
 
     def unregister(self, now: int, client_id: str, engine_id: str) -> int | None:
         """Takes memory back: the mapping whose Unmap will come out; None when nothing is registered."""
@@ -266,7 +269,7 @@ class Bookkeeper:
         checks.check_store(command, registration, self.limits)
         self._check_space(client, self.index.facts(command.space.space_base))
         self.ledger.counters["stores"] += 1
-        plan = StorePlan(self._desk, registration, command, self.index.space(command.space))
+        plan = store_plan(self._desk, client, command, self.index.space(command.space))
         return self.calls.begin(now, client, command.call_id, plan, asked).results
 
     def retrieve(self, now: int, client_id: str, command: t.RetrieveCommand) -> tuple[t.ChunkResult, ...] | None:
@@ -279,14 +282,14 @@ class Bookkeeper:
         registration = client.sharing()
         checks.check_call_id(command.call_id)
         checks.check_range(command.range, registration, self.limits)
-        checks.check_blocks(command.blocks, command.range, registration)
+        checks.check_blocks(command.blocks, command.range, registration, self.limits)
         job = self.jobs.find(client.engine, command.job_id)
         self._check_space(client, job.space.facts)
         if not job.status.done:
             raise Refusal(Reason.JOB_PENDING, "the lookup is still prefetching; query it first", retry_after_ms=10)
         bit = job.lease.bit(t.Reader(registration.kv_rank, registration.tp_rank))
+        plan = retrieve_plan(self._desk, client, command, job, bit)
         self.ledger.counters["retrieves"] += 1
-        plan = RetrievePlan(self._desk, registration, command, job, bit)
         return self.calls.begin(now, client, command.call_id, plan, asked).results
 
     def revoke(self, now: int, client_id: str, call_id: int) -> None:
@@ -347,11 +350,11 @@ class Bookkeeper:
         """Holds the resident prefix. Refuses: SPACE_UNKNOWN, HOLD_LIMIT, PIN_LIMIT."""
         checks.check_prefix(content, self.limits)
         facts = self.index.facts(space.space_base)
-        chunks = self.lookups.resident(space, content.keys, facts.all_ranks)
-        if not chunks:
+        hit = self.lookups.resident(space, content.keys, facts.all_ranks)
+        if not hit.size:
             return t.Held(b"", 0)
-        self.holds.pin(pin_id, chunks, now + ttl_ns)
-        return t.Held(pin_id, len(chunks) * self.limits.chunk_tokens)
+        self.holds.pin(pin_id, hit.chunks, now + ttl_ns)
+        return t.Held(pin_id, hit.size * self.limits.chunk_tokens)
 
     def unpin(self, now: int, pin_id: bytes) -> int:
         """Ends a hold; how many chunks it held. Refuses: PIN_UNKNOWN."""

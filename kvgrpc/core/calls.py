@@ -23,8 +23,8 @@ from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.types import CallEnded, ChunkResult, Direction, RunSlice, SliceReport
 
 if TYPE_CHECKING:
-    from kvgrpc.core.plans import Plan
     from kvgrpc.core.sessions import Client
+    from kvgrpc.core.slicing import Plan
 
 REVOKED = "REVOKED"
 SLICES_AHEAD, SLICES_LAUNCHED = 2, 3
@@ -130,9 +130,8 @@ class Calls:
             after, call.slice_id = call.slice_id, self._ledger.next_id()
             self.slices[call.slice_id] = call
             client.in_flight.append(call)
-            mapping_id = client.registration.mapping_id
-            order = RunSlice(call.slice_id, client.client_id, mapping_id, call.call_id, plan.direction, pieces, after)
-            self._ledger.outbox.append(order)
+            ids = (call.slice_id, client.client_id, client.registration.mapping_id, call.call_id)
+            self._ledger.outbox.append(RunSlice(*ids, plan.direction, pieces, after, plan.part))
 
     def slice_done(self, now: int, slice_id: int, report: SliceReport) -> Client:
         """A slice has been reported; the client whose turn goes on."""

@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import IdentityFacts
-from kvgrpc.core.types import ChunkKeys, CoreLimits, LookupCommand, Registration, StoreCommand, TokenRange
+from kvgrpc.core.types import (
+    NULL_BLOCK,
+    ChunkKeys,
+    CoreLimits,
+    GroupGeometry,
+    LookupCommand,
+    Need,
+    Part,
+    Registration,
+    StoreCommand,
+    TokenRange,
+)
 
 U32 = 1 << 32
 READERS_MOST = 4096
@@ -27,8 +39,11 @@ def check_range(tokens: TokenRange, registration: Registration, limits: CoreLimi
         raise Refusal(Reason.RANGE, f"range has more than {most} tokens", field="range")
 
 
-def check_blocks(blocks: tuple[Sequence[int], ...], tokens: TokenRange, registration: Registration) -> None:
-    """Enough ids for the range in every group, each inside the pool; more are ignored. Refuses: BLOCK_IDS."""
+def check_blocks(
+    blocks: tuple[Sequence[int], ...], tokens: TokenRange, registration: Registration, limits: CoreLimits
+) -> None:
+    """Enough ids for the range in every group, each inside the pool, or NULL_BLOCK in groups that do not need
+    everything; more are ignored. Refuses: BLOCK_IDS."""
     groups = registration.geometry.groups
     if len(blocks) != len(groups):
         text = f"blocks name {len(blocks)} KV groups; the registration has {len(groups)}"
@@ -39,10 +54,21 @@ def check_blocks(blocks: tuple[Sequence[int], ...], tokens: TokenRange, registra
             text = f"the range needs {needed} blocks of group {at}, {len(ids)} are named"
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
         used = ids[:needed]
+        if group.need.window:
+            used = _named(used, group, at, limits.chunk_tokens)
         unsigned = getattr(used, "typecode", "") == "I"  # as they come; to look for the least would take time
         if used and not (max(used) < group.num_blocks and (unsigned or min(used) >= 0)):
             text = f"a block id of group {at} is not below num_blocks {group.num_blocks}"
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
+
+
+def _named(ids: Sequence[int], group: GroupGeometry, at: int, chunk_tokens: int) -> Sequence[int]:
+    """Those that are not NULL_BLOCK. Where an object has several blocks, all others follow them."""
+    named = array("I", (block_id for block_id in ids if block_id != NULL_BLOCK))
+    if group.need.tail(group.block_size, chunk_tokens) > 1 and NULL_BLOCK in ids[len(ids) - len(named) :]:
+        text = f"a null block of group {at} comes after another block"
+        raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
+    return named
 
 
 def check_store(command: StoreCommand, registration: Registration, limits: CoreLimits) -> None:
@@ -59,7 +85,7 @@ def check_store(command: StoreCommand, registration: Registration, limits: CoreL
         raise Refusal(Reason.RANGE, f"content has keys up to chunk {last} only", field="content")
     if -(-command.range.start // limits.chunk_tokens) < content.first_chunk:
         raise Refusal(Reason.RANGE, f"content has keys from chunk {content.first_chunk} on only", field="content")
-    check_blocks(command.blocks, command.range, registration)
+    check_blocks(command.blocks, command.range, registration, limits)
 
 
 def check_call_id(call_id: int) -> None:
@@ -115,6 +141,14 @@ def lookup_kv_tp_size(command: LookupCommand, num_ranks: int, registration: Regi
         text = f"tp_size is {command.tp_size}, the engine's workers registered {registration.tp_size}"
         raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
     return registration.kv_tp_size
+
+
+def explain_forms(own: Sequence[Part], known: Sequence[Part], needs: Sequence[Need]) -> str:
+    """Why engines with these parts of a chunk cannot share data, in words."""
+    if [part.need for part in own] != [*needs]:
+        return "the layers of this model do not need the same chunks here as elsewhere in the same space"
+    mine, theirs = ("+".join(f"{part.object_bytes} bytes ({part.order})" for part in parts) for parts in (own, known))
+    return f"a chunk of this rank has {mine} here, {theirs} elsewhere in the same space"
 
 
 def check_ranks(r: Registration, others: Registration | None, same_identity: bool) -> None:

@@ -20,12 +20,12 @@ from kvgrpc.core.keys import space_base, space_digest
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Slot, Slots
 from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING
-from kvgrpc.core.types import Cleared, Priority, SpaceIdentity, SpaceRef
+from kvgrpc.core.types import ALL, Cleared, Need, Part, Priority, SpaceIdentity, SpaceRef
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """One chunk of one table.
+    """One chunk of one table, or one part of it (``kvgrpc.core.parted``).
 
     ``ready`` and ``writing`` are bit sets of KV ranks. ``pins`` counts leases and running reads, ``writes`` slots being
     filled, stores that still run and writes to lower tiers, ``holds`` retention and operator pins; it may be evicted
@@ -77,7 +77,7 @@ class Table:
 
 @dataclass(eq=False, slots=True)
 class IdentityFacts:
-    """An identity that engines have named: its weights generation, and how long one rank's objects are."""
+    """An identity that engines have named: its weights generation, and its parts of a chunk, by KV rank if known."""
 
     base: bytes
     identity: SpaceIdentity
@@ -85,8 +85,8 @@ class IdentityFacts:
     generation: int = 0
     version: int = 0
     """Where new spaces begin: past those of spaces that were forgotten."""
-    object_bytes: dict[int, int] = field(default_factory=dict[int, int])
-    orders: dict[int, str] = field(default_factory=dict[int, str])
+    needs: tuple[Need, ...] = (ALL,)
+    forms: dict[int, tuple[Part, ...]] = field(default_factory=dict[int, "tuple[Part, ...]"])
 
 
 class Space:

@@ -10,8 +10,10 @@ from itertools import chain
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.index import Chunk, Table
-from kvgrpc.core.plans import Plan, RetrievePlan, StorePlan
+from kvgrpc.core.parted import PartedPlan
+from kvgrpc.core.plans import RetrievePlan, StorePlan
 from kvgrpc.core.sessions import Client
+from kvgrpc.core.slicing import PartPlan, Plan
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING, WRITING, SlotState
 from kvgrpc.core.types import Extent, Priority
@@ -57,9 +59,16 @@ def _clients(book: Bookkeeper) -> list[Client]:
     return [*book.sessions.clients.values(), *book.sessions.ending.values()]
 
 
-def _plans(book: Bookkeeper) -> Iterator[Plan]:
+def _parts(plan: Plan) -> list[PartPlan]:
+    """The plans of a call's parts."""
+    plans = plan.plans if isinstance(plan, PartedPlan) else [plan]
+    return [one for one in plans if isinstance(one, PartPlan)]
+
+
+def _plans(book: Bookkeeper) -> Iterator[PartPlan]:
     for client in _clients(book):
-        yield from (call.plan for call in client.queue if call.plan is not None)
+        for call in client.queue:
+            yield from _parts(call.plan) if call.plan is not None else ()
 
 
 def _held(plan: Plan) -> list[Chunk]:
@@ -209,7 +218,7 @@ def _check_calls(book: Bookkeeper) -> None:
         for call in set(client.in_flight):
             assert call in client.queue
             assert call.plan is not None
-            assert client.in_flight.count(call) == len(call.plan.flights)
+            assert client.in_flight.count(call) == sum(len(plan.flights) for plan in _parts(call.plan))
         if not client.in_flight:
             assert not client.queue, "a call waits although no slice is in flight"
             assert not client.unmaps, "memory waits to be unmapped although no slice is in flight"

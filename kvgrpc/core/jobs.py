@@ -112,7 +112,7 @@ class Jobs:
         self._charge(job)
 
     def _charge(self, job: Job) -> None:
-        cost = _cost_bytes(job.lease, len(job.keys))
+        cost = _cost_bytes(job.lease, max(len(job.keys), len(job.lease.chunks)))
         self.record_bytes += cost - job.cost_bytes
         job.cost_bytes = cost
 

@@ -7,10 +7,13 @@ Every field is hashed with its length before it, so no field can imitate another
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from kvgrpc.core.types import SpaceIdentity, SpaceRef
 
 SPACE_BASE_BYTES = 16
+KEY_BYTES_MOST = 64
+"""Of an engine's own hashes."""
 
 
 def _digest(*fields: bytes | str) -> bytes:
@@ -54,6 +57,13 @@ def chunk_keys(seed: bytes, data: bytes | bytearray | memoryview, chunk_tokens: 
         previous = sha.digest()
         keys.append(previous)
     return keys
+
+
+def part_keys(keys: Sequence[bytes], part: int) -> Sequence[bytes]:
+    """Keys of one part of these chunks; those of the first are the chunks' own. No chunk's own key is so long."""
+    if not part:
+        return keys
+    return [key.ljust(KEY_BYTES_MOST, b"\0") + bytes((len(key), part)) for key in keys]
 
 
 def object_name(digest: bytes, generation: int, key: bytes, kv_rank: int, order: str) -> str:

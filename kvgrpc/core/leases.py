@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """The pins of one job: ``chunks`` from the prompt's first on, ``remaining`` reader bits of each."""
+    """The pins of one job: ``chunks`` part after part, ``remaining`` reader bits of each; ``starts`` has the first
+    chunk of each part and its place."""
 
-    __slots__ = ("chunks", "full", "kv_tp_size", "ranks", "readers", "remaining")
+    __slots__ = ("chunks", "full", "kv_tp_size", "ranks", "readers", "remaining", "starts")
 
     def __init__(self, ranks: tuple[int, ...], kv_tp_size: int, readers: int) -> None:
         self.ranks = ranks
@@ -31,6 +32,7 @@ class Lease:
         self.full = (1 << len(ranks) * readers) - 1
         self.chunks: list[Chunk] = []
         self.remaining: list[int] = []
+        self.starts: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def bit(self, reader: Reader) -> int:
         """The reader's bit. Refuses: READER_UNKNOWN."""
@@ -68,8 +70,16 @@ class Leases:
         lease.remaining += [lease.full] * len(chunks)
         self.pins += len(chunks) * lease.full.bit_count()
 
+    def free(self, lease: Lease, start: int, end: int, mask: int) -> int:
+        """Takes the readers ``mask`` off all parts of chunks [start, end); how many pins that released."""
+        ends = [*(place for _, place in lease.starts[1:]), len(lease.chunks)]
+        return sum([
+            self.release(lease, max(place + start - first, place), min(place + end - first, last), mask)
+            for (first, place), last in zip(lease.starts, ends, strict=True)
+        ])  # fmt: skip
+
     def release(self, lease: Lease, start: int, end: int, mask: int) -> int:
-        """Takes the readers ``mask`` off chunks [start, end); how many pins that released."""
+        """Takes the readers ``mask`` off the places [start, end); how many pins that released."""
         chunks, remaining, count = lease.chunks, lease.remaining, len(lease.chunks)
         if mask == lease.full and start <= 0 and end >= count and remaining.count(mask) == count:
             released, ended = count * mask.bit_count(), chunks
@@ -95,6 +105,6 @@ class Leases:
         return released
 
 
-def finish_read(leases: Leases, job: Job, chunk_at: int, bit: int) -> None:
+def finish_read(leases: Leases, job: Job, place: int, bit: int) -> None:
     """A reader has its bytes of a chunk: under one lease it reads once, whatever it repeats."""
-    leases.release(job.lease, chunk_at, chunk_at + 1, bit)
+    leases.release(job.lease, place, place + 1, bit)

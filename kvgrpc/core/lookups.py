@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from kvgrpc.core import checks
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.index import Chunk, Index
+from kvgrpc.core.index import IdentityFacts, Index
 from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Lease, Leases
 from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.parted import NOTHING, WHOLE, Hit, find
 from kvgrpc.core.prefetch import LIMIT, Prefetcher
 from kvgrpc.core.sessions import Client, Engine
 from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, PrefetchStatus, Priority, SpaceRef, Warmed
@@ -31,18 +32,16 @@ class Lookups:
         self.warming = Engine("warming")
         """Whose the jobs of ``warm`` are."""
 
-    def resident(self, ref: SpaceRef, keys: Sequence[bytes], want: int) -> list[Chunk]:
-        """Chunks of the longest prefix that has all ranks of ``want``."""
+    def resident(self, ref: SpaceRef, keys: Sequence[bytes], want: int) -> Hit:
+        """The longest prefix that is there of all ranks of ``want``."""
         space = self._index.spaces.get(ref)
-        found: list[Chunk] = []
-        if space is not None:
-            get = space.table.chunks.get
-            for key in keys:
-                chunk = get(key)
-                if chunk is None or chunk.ready & want != want:
-                    break
-                found.append(chunk)
-        return found
+        if space is None:
+            return NOTHING
+        return find(space.table, keys, want, space.facts.needs, self._ledger.limits.chunk_tokens)
+
+    def _prefetches(self, facts: IdentityFacts, missing: int) -> bool:
+        """Whether lower tiers may have some of what is missing; they have no models of several parts."""
+        return missing > 0 and bool(self._prefetcher.writes.lanes) and facts.needs == WHOLE
 
     def lookup(self, now: int, client: Client, command: LookupCommand) -> LookupAnswer:
         """Idempotent by (engine, request id, attempt)."""
@@ -60,47 +59,46 @@ class Lookups:
         counters["lookups"] += 1
         counters["lookup_tokens"] += command.content.num_tokens
         want = sum(1 << rank for rank in ranks)
-        found = self.resident(command.space, keys, want)
-        prefetches = bool(self._prefetcher.writes.lanes) and len(found) < len(keys)
-        if not found and not prefetches:
+        count, found, _ = hit = self.resident(command.space, keys, want)
+        prefetches = self._prefetches(facts, len(keys) - count)
+        if not count and not prefetches:
             return NO_HIT
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
-        self._jobs.admit(engine, lease, len(keys) if prefetches else len(found))
+        lease.starts = hit.starts
+        self._jobs.admit(engine, lease, len(keys) if prefetches else max(count, len(found)))
         space = self._index.space(command.space)
-        kept = list(keys if prefetches else keys[: len(found)])
+        kept = list(keys if prefetches else keys[:count])
         name = (command.job_id, command.request_id, command.attempt, command.tp_size, command.fingerprint)
         job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
         if pinned:
             self._index.pin(found)
             self._leases.grant(lease, found)
-        self._index.eviction.use(found, command.policy.priority)
+        self._index.eviction.use(hit.in_order(), command.policy.priority)
         self._prefetcher.writes.used(found)
         self._jobs.add(job, now)
-        counters["hit_tokens"] += len(found) * limits.chunk_tokens
-        wait_ns = (
-            limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - len(found)) * limits.chunk_tokens
-        )
+        counters["hit_tokens"] += count * limits.chunk_tokens
+        wait_ns = limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - count) * limits.chunk_tokens
         wait_ns = command.prefetch_wait_ns or min(wait_ns, limits.prefetch_wait_most_ns)
-        if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns, len(found)):
+        if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns, count):
             return job.answer(command.fingerprint)
         limited_by = LIMIT if prefetches and not pinned else ""
-        if not found:
+        if not count:
             self._jobs.drop(job)
             return NO_HIT_FOR_LIMIT if limited_by else NO_HIT
-        del job.keys[len(found) :]
-        hit_tokens = len(found) * limits.chunk_tokens
-        self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, {"l1": len(found)}, limited_by), now)
+        del job.keys[count:]
+        hit_tokens = count * limits.chunk_tokens
+        self._jobs.settle(job, PrefetchStatus(True, hit_tokens, pinned, {"l1": count}, limited_by), now)
         return job.answer(command.fingerprint)
 
     def warm(self, now: int, ref: SpaceRef, keys: Sequence[bytes], wait_ns: int, job_id: bytes) -> Warmed | None:
         """Begins to read what is missing of a prefix; None: JobDone will come, then ask ``warmed``. Refuses:
         SPACE_UNKNOWN, JOB_LIMIT, RECORD_LIMIT."""
         facts, chunk_tokens = self._index.facts(ref.space_base), self._ledger.limits.chunk_tokens
-        found = self.resident(ref, keys, facts.all_ranks)
-        self._index.eviction.use(found, Priority.NORMAL)
-        warmed = Warmed(len(found) * chunk_tokens)
-        if len(found) == len(keys) or not self._prefetcher.writes.lanes:
+        hit = self.resident(ref, keys, facts.all_ranks)
+        self._index.eviction.use(hit.in_order(), Priority.NORMAL)
+        warmed = Warmed(hit.size * chunk_tokens)
+        if not self._prefetches(facts, len(keys) - hit.size):
             return warmed
         ranks = tuple(range(facts.identity.kv_world_size))
         lease = Lease(ranks, 1, 1)
@@ -108,7 +106,7 @@ class Lookups:
         space, priority, name = self._index.space(ref), Priority.NORMAL, job_id.hex()
         job = Job(job_id, name, 0, 1, 0, priority, self.warming, "", space, space.table, lease, list(keys), pins=False)
         self._jobs.add(job, now)
-        if self._prefetcher.begin(job, facts.all_ranks, now, wait_ns, len(found)):
+        if self._prefetcher.begin(job, facts.all_ranks, now, wait_ns, hit.size):
             return None
         self._jobs.drop(job)
         return warmed
@@ -135,7 +133,7 @@ class Lookups:
         if job.prefetch is not None and not command.readers and end >= len(job.keys):
             self._prefetcher.finish(job, now)
         freed = mask == lease.full and start <= 0 and end >= len(job.keys)
-        released = self._leases.release(lease, start, end, mask)
+        released = self._leases.free(lease, start, end, mask)
         self._jobs.unpinned(job, now, freed=freed)
         return released
 

@@ -84,15 +84,16 @@ class Prefetcher:
     def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> bool:
         """Asks the tiers for what the job misses after its ``first`` chunks; False when there is nothing to ask."""
         prefetch = Prefetch(first, want, self._ledger.next_id())
-        sizes, orders = job.space.facts.object_bytes, job.space.facts.orders
-        if any(rank not in sizes for rank in job.lease.ranks):
+        forms = job.space.facts.forms
+        if any(rank not in forms for rank in job.lease.ranks):
             return False  # nobody has said yet how long the objects are
         for at in range(prefetch.first, len(job.keys)):
             chunk = job.table.chunks.get(job.keys[at])
             for rank in job.lease.ranks:
                 if chunk is None or not chunk.ready >> rank & 1:
-                    name = object_name(job.space.digest, job.space.version, job.keys[at], rank, orders[rank])
-                    prefetch.probed.append((at, rank, ObjectName(name, sizes[rank])))
+                    form = forms[rank][0]
+                    name = object_name(job.space.digest, job.space.version, job.keys[at], rank, form.order)
+                    prefetch.probed.append((at, rank, ObjectName(name, form.object_bytes)))
             if len(prefetch.probed) >= self._ledger.limits.keys_per_call:
                 break
         job.prefetch = prefetch

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.geometry import ALL
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Leases, finish_read
@@ -28,7 +29,8 @@ U32 = 1 << 32
 def begin(
     book: Bookkeeper, client_id: str, engine_id: str, job_id: bytes, reader: Reader, tokens: TokenRange
 ) -> Reading:
-    """Refuses: NOT_ATTACHED, ENGINE_UNKNOWN, ENGINE_DRAINING, JOB_UNKNOWN, JOB_PENDING, RANGE, READER_UNKNOWN."""
+    """Refuses: NOT_ATTACHED, ENGINE_UNKNOWN, ENGINE_DRAINING, JOB_UNKNOWN, JOB_PENDING, GROUP_KIND_UNSUPPORTED, RANGE,
+    READER_UNKNOWN."""
     client = book.sessions.find_working(client_id, engine_id)
     job = book.jobs.find(client.engine, job_id)
     return Reading(book.index, book.leases, book.jobs, client, job).begin(reader, tokens, book.limits)
@@ -45,7 +47,10 @@ class Reading:
         self.at = 0
 
     def begin(self, reader: Reader, tokens: TokenRange, limits: CoreLimits) -> Reading:
-        """Refuses: RANGE, JOB_PENDING, READER_UNKNOWN."""
+        """Refuses: GROUP_KIND_UNSUPPORTED, RANGE, JOB_PENDING, READER_UNKNOWN."""
+        if self._job.space.facts.needs != (ALL,):
+            text = "chunks of models whose layers need different things are in parts, which are not read as bytes"
+            raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, text, field="job_id")
         size = limits.chunk_tokens
         if not 0 <= tokens.start <= tokens.end < U32 or tokens.start % size or tokens.end % size:
             text = f"range [{tokens.start}, {tokens.end}) is not ordered, or not aligned to chunks of {size}"

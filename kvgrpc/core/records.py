@@ -17,6 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvgrpc.core.errors import Refusal
+from kvgrpc.core.geometry import ALL, Part
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.keys import object_name
 from kvgrpc.core.ledger import Ledger
@@ -104,6 +105,8 @@ class Records:
         slot = chunk.slots.get(kv_rank)
         if slot is None or slot.state is not READY or slot.checksum or not chunk.table.live:
             return None
+        if chunk.table.space.facts.needs != (ALL,):
+            return None  # a record does not say which part of a chunk it is
         return Sealing(chunk, kv_rank, slot, _name(chunk, kv_rank))
 
     def sealed(self, sealing: Sealing, checksum: bytes) -> Record | None:
@@ -175,9 +178,9 @@ class Records:
             return None  # too many are remembered already
         if not form.version == space.version == version_of(kept, facts.base, space.digest):
             return None
-        size_bytes = facts.object_bytes.setdefault(form.kv_rank, form.size_bytes)
-        order = facts.orders.setdefault(form.kv_rank, form.order)
-        return space if (size_bytes, order) == (form.size_bytes, form.order) else None
+        one = Part(0, ALL, (), (), form.size_bytes, form.order)
+        known = facts.forms.setdefault(form.kv_rank, (one,))
+        return space if [part.form for part in known] == [one.form] else None
 
     def checked(self, sealing: Sealing, holds: bool) -> None:
         """An adopted object is what its record says, and can be found from now on; or its place is free."""
@@ -192,11 +195,11 @@ class Records:
 
 def _name(chunk: Chunk, kv_rank: int) -> str:
     space = chunk.table.space
-    return object_name(space.digest, space.version, chunk.key, kv_rank, space.facts.orders[kv_rank])
+    return object_name(space.digest, space.version, chunk.key, kv_rank, space.facts.forms[kv_rank][0].order)
 
 
 def _record(chunk: Chunk, kv_rank: int, slot: Slot) -> Record:
     space = chunk.table.space
-    ref, order = space.ref, space.facts.orders[kv_rank]
+    ref, order = space.ref, space.facts.forms[kv_rank][0].order
     form = Form(space.facts.identity, ref.lora, ref.cache_salt, space.version, kv_rank, order, slot.size_bytes)
     return Record(form, chunk.key, chunk.priority, slot.extents, slot.checksum)

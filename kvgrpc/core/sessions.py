@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.keys import fingerprint
-from kvgrpc.core.types import Registration, Role
+from kvgrpc.core.types import Part, Registration, Role
 
 if TYPE_CHECKING:
     from kvgrpc.core.calls import Call
@@ -57,6 +57,8 @@ class Client:
     registration: Registration | None = None
     facts: IdentityFacts | None = None
     """Of the registration's identity."""
+    parts: tuple[Part, ...] = ()
+    """Of the registration's geometry."""
     registration_epoch: int = 0
     calls: dict[int, Call] = field(default_factory=dict[int, "Call"])
     ended: OrderedDict[int, Call] = field(default_factory=OrderedDict[int, "Call"])

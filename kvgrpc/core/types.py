@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kvgrpc.core.actions import *  # noqa: F403 - the words of the outbox belong to those of requests and answers
-from kvgrpc.core.limits import *  # noqa: F403 - and so do those of settings
+from kvgrpc.core.geometry import *  # noqa: F403 - and those of layouts
+from kvgrpc.core.geometry import Geometry
+from kvgrpc.core.limits import *  # noqa: F403 - and those of settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,37 +104,6 @@ class Versions:
 
 
 NO_VERSIONS = Versions()
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GroupGeometry:
-    """Paging of one KV group: ``block_bytes`` is what one block of all its layers and planes holds."""
-
-    block_size: int
-    num_blocks: int
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What the core knows of a layout: enough to count blocks and bytes, nothing of strides.
-
-    ``order`` says in which order an object holds its runs: objects of equal order and length mean the same bytes.
-    """
-
-    groups: tuple[GroupGeometry, ...]
-    order: str = ""
-
-    def object_bytes(self, chunk_tokens: int) -> int:
-        return sum(chunk_tokens // g.block_size * g.block_bytes for g in self.groups)
-
-    @property
-    def block_size(self) -> int:
-        """Alignment of token ranges: the largest block size of the groups."""
-        return max(g.block_size for g in self.groups)
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.records import Records
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import FREE
-from kvgrpc.core.types import ObjectName, WriteObject, WritePolicy
+from kvgrpc.core.types import ALL, ObjectName, WriteObject, WritePolicy
 
 _AHEAD_MOST = 1024
 """Chunks that are looked at, from the next victim on, for some that were not written yet."""
@@ -62,6 +62,8 @@ class WriteBehind:
 
     def _policy(self, space: Space) -> WritePolicy:
         policies = self.policies
+        if space.facts.needs != (ALL,):
+            return WritePolicy.NONE  # nothing would find its parts there
         return policies.get(space.facts.identity.model) or policies.get("", WritePolicy.THROUGH)
 
     # ---- what happens -----------------------------------------------------------------------------------------------
@@ -172,6 +174,6 @@ class WriteBehind:
 
 def _name(chunk: Chunk, kv_rank: int, slot: Slot) -> ObjectName:
     space = chunk.table.space
-    order = space.facts.orders[kv_rank]
+    order = space.facts.forms[kv_rank][0].order
     name = object_name(space.digest, space.version, chunk.key, kv_rank, order)
     return ObjectName(name, slot.size_bytes, describe(space.digest, space.version, chunk.key, kv_rank, order))

@@ -198,8 +198,8 @@ class DriverSession:
         )
         repeated = answer.job_id not in (b"", job_id)
         if not request.policy.no_lookup and not repeated:
-            sizes = driver.book.index.facts(request.space.space_base).object_bytes if answer.job_id else {}
-            chunk_bytes = sum(sizes.get(rank, 0) for rank in request.kv_ranks or sizes)
+            forms = driver.book.index.facts(request.space.space_base).forms if answer.job_id else {}
+            chunk_bytes = sum(forms[rank][0].object_bytes for rank in request.kv_ranks or forms if rank in forms)
             driver.figures.asked(answer, len(content.keys), chunk_bytes)
             if driver.recordings.wanted:
                 self._record_lookup(request, content, answer, chunk_bytes)
@@ -271,7 +271,8 @@ class DriverSession:
         driver, content, chunk_tokens = self._driver, command.content, self._driver.limits.chunk_tokens
         keys = content.keys[: command.range.end // chunk_tokens]
         first = min(-(-command.range.start // chunk_tokens), len(keys))
-        chunk_bytes = sum(driver.book.index.facts(command.space.space_base).object_bytes.values())
+        forms = driver.book.index.facts(command.space.space_base).forms
+        chunk_bytes = sum(part.object_bytes for parts in forms.values() for part in parts)
         facts = (command.space, content.num_tokens, keys, first, chunk_bytes)
         driver.recordings.asked(Asked(api.CallKind.STORE, *facts))
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import structlog
 
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import RunSlice, SliceReport
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.transfer.base import Flight, LaunchingMover, Mover

@@ -23,7 +23,7 @@ Point: TypeAlias = tuple[dict[str, str], "float | Spread"]
 L1 = "l1"
 ANSWERS = ("full", "part", "none", GIVEN_UP)
 MISSES = (ABSENT, "prefetch_timeout", "prefetch_limit", "prefetch_failed", GIVEN_UP)
-STORES = ("stored", "no_store", "quota", "no_room", "settling_limit", "object_too_large", "cleared")
+STORES = ("stored", "no_store", "quota", "no_room", "settling_limit", "object_too_large", "cleared", "null_blocks")
 METHOD, STATUS = "grpc.method", "grpc.status"
 
 

@@ -41,8 +41,8 @@ class VersionPlace(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeptVersions:
-    """Where versions of spaces outlive the server: in a place that servers share, in a file beside the disk tier, in one
-    beside a named arena. The first of them that there is says what is in force."""
+    """Where versions of spaces outlive the server: in a place that servers share, in a file beside the disk tier, in
+    one beside a named arena. The first of them that there is says what is in force."""
 
     shared: VersionPlace | None
     beside_disk: Path | None

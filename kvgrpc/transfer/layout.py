@@ -12,9 +12,12 @@ from typing import NoReturn
 
 from kvgrpc.api import BlockForm, GroupKind, KvGroup, Layout, Memory, Runs
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Geometry, GroupGeometry
+from kvgrpc.core.types import ALL, Geometry, GroupGeometry, Need
 
 MAX_MEMORY_PIECES = 4096
+MAX_GROUPS = 64
+MAX_NEEDS = 8
+"""Bound of how many different things groups may need of a prefix: each is looked up for each chunk."""
 MAX_PLANES_IN_ALL = 65536
 """Bound of the sum of layers x planes over all entries: what one piece's run generation walks."""
 MAX_NAME_BYTES = 64
@@ -24,19 +27,34 @@ _SEPARATORS = frozenset(":+")
 
 
 def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
-    """The layout's geometry. Raises Refusal: LAYOUT with the field at fault, GROUP_KIND_UNSUPPORTED."""
+    """The layout's geometry. Raises Refusal: LAYOUT with the field at fault."""
     _check_memory(layout.memory)
-    if not layout.groups:
-        _refuse("groups", "a layout needs one group; none was sent")
-    for index, group in enumerate(layout.groups):
-        if group.kind is not GroupKind.FULL:
-            sentence = f"groups of kind {group.kind.value} are not supported yet; only FULL is"
-            raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field=f"groups[{index}].kind")
-    if len(layout.groups) > 1:
-        sentence = f"{len(layout.groups)} groups were sent; layouts of several groups are not supported yet"
-        raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field="groups")
+    if not 1 <= len(layout.groups) <= MAX_GROUPS:
+        _refuse("groups", f"a layout needs 1 to {MAX_GROUPS} groups; {len(layout.groups)} were sent")
+    if len({_need(group) for group in layout.groups}) > MAX_NEEDS:
+        _refuse("groups", f"groups may need at most {MAX_NEEDS} different things of a prefix")
     geometries = tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups)))
-    return Geometry(geometries, "+".join(_order(group) for group in layout.groups))
+    return Geometry(geometries)
+
+
+def needs_everything(layout: Layout) -> bool:
+    """Whether it has one group, whose layers need the whole prefix."""
+    return len(layout.groups) == 1 and layout.groups[0].kind is GroupKind.FULL
+
+
+def _need(group: KvGroup) -> Need:
+    if group.kind is GroupKind.FULL:
+        return ALL
+    if group.kind is GroupKind.RECURRENT:
+        return Need(group.block_size)
+    return Need(group.window_tokens, aligned=group.kind is GroupKind.CHUNKED_LOCAL)
+
+
+def _kept(group: KvGroup) -> str:
+    """The kind, in a stored form."""
+    if group.kind in (GroupKind.FULL, GroupKind.RECURRENT):
+        return "" if group.kind is GroupKind.FULL else "recurrent:"
+    return f"{group.kind.value.lower().replace('_', '-')}:{group.window_tokens}:"
 
 
 def _order(group: KvGroup) -> str:
@@ -56,13 +74,14 @@ def _order(group: KvGroup) -> str:
 def stored_form(groups: Sequence[KvGroup]) -> str:
     """Fingerprint of what the stored bytes mean; equal on all ranks. Part of a space's identity.
 
-    Opaque: ``opaque:{backend}:{layout}:{block_size}``; token-major: ``token-major:{heads}:{head_dim}:{planes}``;
-    groups joined by "+".
+    Opaque: ``opaque:{backend}:{layout}:{block_size}``; token-major: ``token-major:{heads}:{head_dim}:{planes}``; of
+    groups that do not need everything, after ``sliding-window:{window_tokens}:``, ``chunked-local:{window_tokens}:`` or
+    ``recurrent:``; groups joined by "+".
     """
     return "+".join(
-        f"opaque:{group.backend}:{group.layout}:{group.block_size}"
+        _kept(group) + f"opaque:{group.backend}:{group.layout}:{group.block_size}"
         if group.form is BlockForm.OPAQUE
-        else f"token-major:{group.heads}:{group.head_dim}:{group.runs[0].planes}"
+        else _kept(group) + f"token-major:{group.heads}:{group.head_dim}:{group.runs[0].planes}"
         for group in groups
     )
 
@@ -95,6 +114,8 @@ def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry
     if chunk_tokens % group.block_size:
         _refuse(f"{where}.block_size", f"block_size {group.block_size} must divide chunk_tokens {chunk_tokens}")
     _in_range(f"{where}.num_blocks", group.num_blocks, 1, _MAX_COUNT)
+    if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
+        _in_range(f"{where}.window_tokens", group.window_tokens, 1, _MAX_COUNT)
     if not group.runs:
         _refuse(f"{where}.runs", "a group needs at least one entry of runs")
     _check_names(group, where)
@@ -112,7 +133,7 @@ def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry
     block_bytes = sum(runs.layers * runs.planes * runs.run_bytes for runs in group.runs)
     if block_bytes * (chunk_tokens // group.block_size) > _MAX_INT:
         _refuse(f"{where}.runs", "a chunk of this layout would take 2^63 bytes or more")
-    return GroupGeometry(group.block_size, group.num_blocks, block_bytes)
+    return GroupGeometry(group.block_size, group.num_blocks, block_bytes, _need(group), _order(group))
 
 
 def _check_names(group: KvGroup, where: str) -> None:

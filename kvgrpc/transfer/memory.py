@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvgrpc.api import CudaIpcMemory, Layout
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, Part, Piece, RunSlice, SliceReport
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.gates import Gate, Gates
 from kvgrpc.transfer.layout import check_layout, digest
@@ -41,7 +41,7 @@ class MemoryMover:
         self._arena = arena
         self._chunk_tokens = chunk_tokens
         self._named: dict[str, bytearray] = {}
-        self._mappings: dict[int, tuple[Layout, tuple[memoryview, ...]]] = {}
+        self._mappings: dict[int, tuple[Layout, tuple[Part, ...], tuple[memoryview, ...]]] = {}
         self._gates = Gates()
         self._failure: Failure | None = None
         self.delay_s = 0.0
@@ -68,7 +68,7 @@ class MemoryMover:
         return frozenset(self._mappings)
 
     def map(self, mapping_id: int, layout: Layout) -> bytes:
-        check_layout(layout, self._chunk_tokens)
+        parts = check_layout(layout, self._chunk_tokens).parts(self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
         views: list[memoryview] = []
         for index, memory in enumerate(layout.memory):
@@ -84,18 +84,18 @@ class MemoryMover:
                 sentence = f"memory {memory.name!r} has {len(named)} bytes; the layout reaches up to byte {end}"
                 raise Refusal(Reason.MEMORY, sentence, field=f"memory[{index}].shared.size_bytes")
             views.append(memoryview(named)[memory.offset_bytes : end])
-        self._mappings[mapping_id] = (layout, tuple(views))
+        self._mappings[mapping_id] = (layout, parts, tuple(views))
         return digest(layout, [id(view.obj) for view in views])
 
     def copy(self, work: RunSlice) -> SliceReport:
-        layout, views = self._mappings[work.mapping_id]
+        layout, parts, views = self._mappings[work.mapping_id]
         failure, self._failure = self._failure, None
         self.slices.append(work)
         time.sleep(self.delay_s)
         for done, piece in enumerate(work.pieces):
             stop = failure if failure and failure.piece == done else None
             moved = 0
-            for run in self._gates.pace(work, self._ordered(layout, piece)):
+            for run in self._gates.pace(work, self._ordered(layout, piece, parts[work.part])):
                 if stop and moved == stop.after_runs:
                     break
                 self._move(work.direction, views[run.memory_index], run)
@@ -105,7 +105,7 @@ class MemoryMover:
         return SliceReport(len(work.pieces))
 
     def unmap(self, mapping_id: int) -> None:
-        _, views = self._mappings.pop(mapping_id, (None, ()))
+        _, _, views = self._mappings.pop(mapping_id, (None, (), ()))
         for view in views:
             view.release()
 
@@ -113,8 +113,8 @@ class MemoryMover:
         for mapping_id in tuple(self._mappings):
             self.unmap(mapping_id)
 
-    def _ordered(self, layout: Layout, piece: Piece) -> Iterator[Run]:
-        runs = piece_runs(layout, self._chunk_tokens, piece)
+    def _ordered(self, layout: Layout, piece: Piece, part: Part) -> Iterator[Run]:
+        runs = piece_runs(layout, self._chunk_tokens, piece, part)
         if self.shuffle is None:
             return runs
         shuffled = list(runs)

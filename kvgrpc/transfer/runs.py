@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvgrpc.api import KvGroup, Layout
-from kvgrpc.core.types import Extent, Piece
+from kvgrpc.core.types import Extent, Part, Piece
+from kvgrpc.transfer.layout import check_layout
 
 
 class Run(NamedTuple):
@@ -29,14 +30,17 @@ time here
 """
 
 
-def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]:
+def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece, part: Part | None = None) -> Iterator[Run]:
     """The piece's runs in the object's order; runs that are adjacent on both sides are one.
 
     ``layout`` has passed ``check_layout``; block ids lie below ``num_blocks`` (asserted, since no address is checked
-    again). Bytes of the object outside ``span``, and of blocks that are not named, are left out.
+    again). Bytes of the object outside ``span``, and of blocks that are not named, are left out. ``part`` is the
+    piece's; a layout whose groups need everything has one.
     """
     memory_index, offset, position, length = -1, 0, 0, 0
-    for index, begin, place, size in _placed(_cuts(layout, chunk_tokens, piece), piece.extents):
+    if part is None:
+        (part,) = check_layout(layout, chunk_tokens).parts(chunk_tokens)
+    for index, begin, place, size in _placed(_cuts(layout, part, piece), piece.extents):
         if begin == offset + length and place == position + length and index == memory_index:
             length += size
             continue
@@ -47,11 +51,12 @@ def piece_runs(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[Run]
         yield Run(memory_index, offset, position, length)
 
 
-def _cuts(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[_Cut]:
+def _cuts(layout: Layout, part: Part, piece: Piece) -> Iterator[_Cut]:
     low, high = piece.span
     plane_start = 0
-    for group, first_block, block_ids in zip(layout.groups, piece.first_block, piece.block_ids, strict=True):
-        blocks = chunk_tokens // group.block_size
+    named = zip(part.groups, part.blocks, piece.first_block, piece.block_ids, strict=True)
+    for at, blocks, first_block, block_ids in named:
+        group = layout.groups[at]
         _check_blocks(group, blocks, first_block, block_ids)
         single = [(first_block + i, block_id, 1) for i, block_id in enumerate(block_ids)]
         joined = _joined(single)
@@ -72,7 +77,7 @@ def _cuts(layout: Layout, chunk_tokens: int, piece: Piece) -> Iterator[_Cut]:
 
 
 def _check_blocks(group: KvGroup, blocks: int, first_block: int, block_ids: Sequence[int]) -> None:
-    assert 0 <= first_block <= first_block + len(block_ids) <= blocks, "a piece names blocks outside its chunk"
+    assert 0 <= first_block <= first_block + len(block_ids) <= blocks, "a piece names blocks outside its object"
     if block_ids:
         assert 0 <= min(block_ids) <= max(block_ids) < group.num_blocks, "a block id lies outside the engine's memory"
 

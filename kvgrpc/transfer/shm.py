@@ -11,12 +11,12 @@ import os
 import resource
 import stat
 import threading
-from collections.abc import Container, Generator
+from collections.abc import Container, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvgrpc.api import CudaIpcMemory, Layout, SharedMemory
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Direction, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, Part, RunSlice, SliceReport
 from kvgrpc.transfer import _native
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import MEMORY_IO, MEMORY_TRUNCATED
@@ -58,7 +58,8 @@ class SharedMemoryMover:
         self._allowed_uids = allowed_uids
         self._shm_root = shm_root
         self._gates = gates
-        self._mappings: dict[int, _native.Mapping] = {}
+        self._mappings: dict[int, list[_native.Mapping]] = {}
+        """One for each part of a chunk."""
         self._debt = PageDebt(arena)
         self._quota = ObjectQuota()
 
@@ -68,17 +69,18 @@ class SharedMemoryMover:
         return frozenset(self._mappings)
 
     def map(self, mapping_id: int, layout: Layout) -> bytes:
-        check_layout(layout, self._chunk_tokens)
+        parts = check_layout(layout, self._chunk_tokens).parts(self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
-        self._quota.take(mapping_id, len({memory.name for memory in layout.memory if isinstance(memory, SharedMemory)}))
+        names = {memory.name for memory in layout.memory if isinstance(memory, SharedMemory)}
+        self._quota.take(mapping_id, len(names) * len(parts))
         try:
-            return self._map(mapping_id, layout)
+            return self._map(mapping_id, layout, parts)
         except BaseException:
             self._debt.drop(mapping_id)
             self._quota.drop(mapping_id)
             raise
 
-    def _map(self, mapping_id: int, layout: Layout) -> bytes:
+    def _map(self, mapping_id: int, layout: Layout, parts: Sequence[Part]) -> bytes:
         opened: dict[str, int] = {}
         with ExitStack() as files, _directory(self._shm_root) as root:
             for index, memory in enumerate(layout.memory):
@@ -94,23 +96,24 @@ class SharedMemoryMover:
                     files.callback(os.close, opened[memory.name])
                 _check_size(opened[memory.name], memory, f"{where}.shared.size_bytes")
             self._debt.take(mapping_id, {fd: size for fd, (_, size) in _windows(layout, opened).items()})
-            mapping = _mapped(layout, self._chunk_tokens, opened)
+            mappings = _mapped(layout, self._chunk_tokens, parts, opened)
             found = {name: os.fstat(fd) for name, fd in opened.items()}
-        mapping.populate(POPULATE_S)
-        self._mappings[mapping_id] = mapping
+        for mapping in mappings:
+            mapping.populate(POPULATE_S / len(mappings))
+        self._mappings[mapping_id] = mappings
         objects = [found[memory.name] for memory in layout.memory if isinstance(memory, SharedMemory)]
         return digest(layout, [(one.st_dev, one.st_ino) for one in objects])
 
     def copy(self, work: RunSlice) -> SliceReport:
-        mapping = self._mappings[work.mapping_id]
+        mapping = self._mappings[work.mapping_id][work.part]
         pace = self._gates.pacer(work) if self._gates is not None else None
         completed, why, torn = self._copier.copy(mapping, slice_words(work), work.direction is Direction.RETRIEVE, pace)
         return SliceReport(completed, _REASONS[why], torn)
 
     def unmap(self, mapping_id: int) -> None:
-        mapping = self._mappings.pop(mapping_id, None)
+        mappings = self._mappings.pop(mapping_id, ())
         self._debt.drop(mapping_id)
-        if mapping is not None:
+        for mapping in mappings:
             mapping.close()
         self._quota.drop(mapping_id)
 
@@ -214,14 +217,14 @@ def _windows(layout: Layout, opened: dict[str, int]) -> dict[int, tuple[int, int
     return windows
 
 
-def _mapped(layout: Layout, chunk_tokens: int, opened: dict[str, int]) -> _native.Mapping:
-    """Maps of each object what the layout uses."""
+def _mapped(layout: Layout, chunk_tokens: int, parts: Sequence[Part], opened: dict[str, int]) -> list[_native.Mapping]:
+    """Maps of each object what the layout uses, once for each part of a chunk."""
     pieces = [memory for memory in layout.memory if isinstance(memory, SharedMemory)]
     numbers = {name: number for number, name in enumerate(opened)}
     files = [(fd, begin, size) for fd, (begin, size) in _windows(layout, opened).items()]
     windows = [(numbers[memory.name], memory.offset_bytes, memory.size_bytes) for memory in pieces]
     try:
-        return _native.Mapping(files, windows, group_words(layout, chunk_tokens))
+        return [_native.Mapping(files, windows, group_words(layout, chunk_tokens, part)) for part in parts]
     except OSError as error:
         sentence = f"shared memory cannot be mapped for reading and writing: {error.strerror}"
         raise Refusal(Reason.MEMORY, sentence, field="memory") from error

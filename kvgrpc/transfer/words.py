@@ -6,16 +6,19 @@ from __future__ import annotations
 from array import array
 
 from kvgrpc.api import Layout
-from kvgrpc.core.types import RunSlice
+from kvgrpc.core.types import Part, RunSlice
 
 EntryWords = tuple[int, int, int, int, int, int, int, int]
 
 
-def group_words(layout: Layout, chunk_tokens: int) -> list[tuple[int, int, list[EntryWords]]]:
-    """The groups of a layout, as _native.Mapping says."""
+def group_words(layout: Layout, chunk_tokens: int, part: Part | None = None) -> list[tuple[int, int, list[EntryWords]]]:
+    """The groups of a layout, or of one part of it, as _native.Mapping says."""
+    places = range(len(layout.groups)) if part is None else part.groups
+    groups = [layout.groups[at] for at in places]
+    counts = [chunk_tokens // group.block_size for group in groups] if part is None else part.blocks
     return [
         (
-            chunk_tokens // group.block_size,
+            blocks,
             group.num_blocks,
             [
                 (
@@ -31,7 +34,7 @@ def group_words(layout: Layout, chunk_tokens: int) -> list[tuple[int, int, list[
                 for runs in group.runs
             ],
         )
-        for group in layout.groups
+        for group, blocks in zip(groups, counts, strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvgrpc.v1 import common_pb2 as kvgrpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvgrpc/v1/cache.proto\x12\tkvgrpc.v1\x1a\x16kvgrpc/v1/common.proto\"\xf7\x01\n\rLookupRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\"\n\x05space\x18\x04 \x01(\x0b\x32\x13.kvgrpc.v1.SpaceRef\x12#\n\x07\x63ontent\x18\x05 \x01(\x0b\x32\x12.kvgrpc.v1.Content\x12\x0f\n\x07tp_size\x18\x06 \x01(\r\x12\x10\n\x08kv_ranks\x18\x07 \x03(\r\x12\x18\n\x10prefetch_wait_ms\x18\x08 \x01(\r\x12(\n\x06policy\x18\t \x01(\x0b\x32\x18.kvgrpc.v1.RequestPolicy\"\xbf\x02\n\x0ePrefetchStatus\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.kvgrpc.v1.PrefetchStatus.State\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12J\n\x12hit_chunks_by_tier\x18\x04 \x03(\x0b\x32..kvgrpc.v1.PrefetchStatus.HitChunksByTierEntry\x12\x12\n\nlimited_by\x18\x05 \x01(\t\x1a\x36\n\x14HitChunksByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"A\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x0e\n\nSTATE_DONE\x10\x02\"K\n\x0eLookupResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\x0c\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.kvgrpc.v1.PrefetchStatus\"P\n\x1aQueryPrefetchStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12\x0f\n\x07wait_ms\x18\x03 \x01(\r\"H\n\x1bQueryPrefetchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.kvgrpc.v1.PrefetchStatus\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"k\n\x0b\x43hunkResult\x12\x13\n\x0b\x66irst_chunk\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.kvgrpc.v1.ChunkOutcome\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x85\x02\n\x0cStoreRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x04\x12\"\n\x05space\x18\x03 \x01(\x0b\x32\x13.kvgrpc.v1.SpaceRef\x12#\n\x07\x63ontent\x18\x04 \x01(\x0b\x32\x12.kvgrpc.v1.Content\x12$\n\x05range\x18\x05 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12#\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x13.kvgrpc.v1.BlockIds\x12\x13\n\x0bready_event\x18\x07 \x01(\x0c\x12(\n\x06policy\x18\x08 \x01(\x0b\x32\x18.kvgrpc.v1.RequestPolicy\"8\n\rStoreResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult\"\x90\x01\n\x0fRetrieveRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\x0c\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12#\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x13.kvgrpc.v1.BlockIds\";\n\x10RetrieveResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult\"\x96\x01\n\x16\x46reeLookupLocksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x03 \x01(\r\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12\"\n\x07readers\x18\x05 \x03(\x0b\x32\x11.kvgrpc.v1.Reader\"0\n\x17\x46reeLookupLocksResponse\x12\x15\n\rreleased_pins\x18\x01 \x01(\r\":\n\x11\x45ndRequestRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"?\n\x12\x45ndRequestResponse\x12\x12\n\nended_jobs\x18\x01 \x01(\r\x12\x15\n\rreleased_pins\x18\x02 \x01(\r\"3\n\x0c\x46\x65nceRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_ids\x18\x02 \x03(\x04\"\x0f\n\rFenceResponse\"I\n\x0cWatchRequest\x12\x12\n\nspace_base\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x61\x63he_salts\x18\x02 \x03(\t\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\"Z\n\x0cWatchedSpace\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x12\n\nspace_base\x18\x02 \x01(\x0c\x12\x0c\n\x04lora\x18\x03 \x01(\t\x12\x18\n\x10salt_fingerprint\x18\x04 \x01(\t\"\xb5\x01\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvgrpc.v1.WatchKind\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63hunk_tokens\x18\x04 \x01(\r\x12&\n\x05space\x18\x05 \x01(\x0b\x32\x17.kvgrpc.v1.WatchedSpace\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0c\n\x04keys\x18\x07 \x03(\x0c\"\x7f\n\x11ReadChunksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12!\n\x06reader\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.Reader\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\"`\n\tChunkPart\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cobject_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"a\n\x12ReadChunksResponse\x12\"\n\x04part\x18\x01 \x01(\x0b\x32\x14.kvgrpc.v1.ChunkPart\x12\'\n\x07results\x18\x02 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult*\x86\x02\n\x0c\x43hunkOutcome\x12\x1d\n\x19\x43HUNK_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HUNK_OUTCOME_STORED\x10\x01\x12\x1a\n\x16\x43HUNK_OUTCOME_RESIDENT\x10\x02\x12\x1f\n\x1b\x43HUNK_OUTCOME_BEING_WRITTEN\x10\x03\x12\x19\n\x15\x43HUNK_OUTCOME_REFUSED\x10\x04\x12\x18\n\x14\x43HUNK_OUTCOME_LOADED\x10\x05\x12\x19\n\x15\x43HUNK_OUTCOME_MISSING\x10\x06\x12\x18\n\x14\x43HUNK_OUTCOME_FAILED\x10\x07\x12\x16\n\x12\x43HUNK_OUTCOME_TORN\x10\x08*\xb2\x01\n\tWatchKind\x12\x1a\n\x16WATCH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12WATCH_KIND_STARTED\x10\x01\x12\x15\n\x11WATCH_KIND_STORED\x10\x02\x12\x16\n\x12WATCH_KIND_REMOVED\x10\x03\x12\x16\n\x12WATCH_KIND_CLEARED\x10\x04\x12\x15\n\x11WATCH_KIND_SYNCED\x10\x05\x12\x13\n\x0fWATCH_KIND_LOST\x10\x06\x32\xa2\x05\n\x0eKvCacheService\x12=\n\x06Lookup\x12\x18.kvgrpc.v1.LookupRequest\x1a\x19.kvgrpc.v1.LookupResponse\x12\x64\n\x13QueryPrefetchStatus\x12%.kvgrpc.v1.QueryPrefetchStatusRequest\x1a&.kvgrpc.v1.QueryPrefetchStatusResponse\x12:\n\x05Store\x12\x17.kvgrpc.v1.StoreRequest\x1a\x18.kvgrpc.v1.StoreResponse\x12\x43\n\x08Retrieve\x12\x1a.kvgrpc.v1.RetrieveRequest\x1a\x1b.kvgrpc.v1.RetrieveResponse\x12X\n\x0f\x46reeLookupLocks\x12!.kvgrpc.v1.FreeLookupLocksRequest\x1a\".kvgrpc.v1.FreeLookupLocksResponse\x12I\n\nEndRequest\x12\x1c.kvgrpc.v1.EndRequestRequest\x1a\x1d.kvgrpc.v1.EndRequestResponse\x12:\n\x05\x46\x65nce\x12\x17.kvgrpc.v1.FenceRequest\x1a\x18.kvgrpc.v1.FenceResponse\x12K\n\nReadChunks\x12\x1c.kvgrpc.v1.ReadChunksRequest\x1a\x1d.kvgrpc.v1.ReadChunksResponse0\x01\x12<\n\x05Watch\x12\x17.kvgrpc.v1.WatchRequest\x1a\x18.kvgrpc.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvgrpc/v1/cache.proto\x12\tkvgrpc.v1\x1a\x16kvgrpc/v1/common.proto\"\xf7\x01\n\rLookupRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\"\n\x05space\x18\x04 \x01(\x0b\x32\x13.kvgrpc.v1.SpaceRef\x12#\n\x07\x63ontent\x18\x05 \x01(\x0b\x32\x12.kvgrpc.v1.Content\x12\x0f\n\x07tp_size\x18\x06 \x01(\r\x12\x10\n\x08kv_ranks\x18\x07 \x03(\r\x12\x18\n\x10prefetch_wait_ms\x18\x08 \x01(\r\x12(\n\x06policy\x18\t \x01(\x0b\x32\x18.kvgrpc.v1.RequestPolicy\"\xbf\x02\n\x0ePrefetchStatus\x12.\n\x05state\x18\x01 \x01(\x0e\x32\x1f.kvgrpc.v1.PrefetchStatus.State\x12\x12\n\nhit_tokens\x18\x02 \x01(\r\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12J\n\x12hit_chunks_by_tier\x18\x04 \x03(\x0b\x32..kvgrpc.v1.PrefetchStatus.HitChunksByTierEntry\x12\x12\n\nlimited_by\x18\x05 \x01(\t\x1a\x36\n\x14HitChunksByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"A\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x0e\n\nSTATE_DONE\x10\x02\"K\n\x0eLookupResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\x0c\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.kvgrpc.v1.PrefetchStatus\"P\n\x1aQueryPrefetchStatusRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12\x0f\n\x07wait_ms\x18\x03 \x01(\r\"H\n\x1bQueryPrefetchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.kvgrpc.v1.PrefetchStatus\"\x17\n\x08\x42lockIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"{\n\x0b\x43hunkResult\x12\x13\n\x0b\x66irst_chunk\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12(\n\x07outcome\x18\x03 \x01(\x0e\x32\x17.kvgrpc.v1.ChunkOutcome\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06groups\x18\x05 \x01(\x04\"\x85\x02\n\x0cStoreRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x04\x12\"\n\x05space\x18\x03 \x01(\x0b\x32\x13.kvgrpc.v1.SpaceRef\x12#\n\x07\x63ontent\x18\x04 \x01(\x0b\x32\x12.kvgrpc.v1.Content\x12$\n\x05range\x18\x05 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12#\n\x06\x62locks\x18\x06 \x03(\x0b\x32\x13.kvgrpc.v1.BlockIds\x12\x13\n\x0bready_event\x18\x07 \x01(\x0c\x12(\n\x06policy\x18\x08 \x01(\x0b\x32\x18.kvgrpc.v1.RequestPolicy\"8\n\rStoreResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult\"\x90\x01\n\x0fRetrieveRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\x04\x12\x0e\n\x06job_id\x18\x03 \x01(\x0c\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12#\n\x06\x62locks\x18\x05 \x03(\x0b\x32\x13.kvgrpc.v1.BlockIds\";\n\x10RetrieveResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult\"\x96\x01\n\x16\x46reeLookupLocksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12\x0f\n\x07tp_size\x18\x03 \x01(\r\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\x12\"\n\x07readers\x18\x05 \x03(\x0b\x32\x11.kvgrpc.v1.Reader\"0\n\x17\x46reeLookupLocksResponse\x12\x15\n\rreleased_pins\x18\x01 \x01(\r\":\n\x11\x45ndRequestRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"?\n\x12\x45ndRequestResponse\x12\x12\n\nended_jobs\x18\x01 \x01(\r\x12\x15\n\rreleased_pins\x18\x02 \x01(\r\"3\n\x0c\x46\x65nceRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_ids\x18\x02 \x03(\x04\"\x0f\n\rFenceResponse\"I\n\x0cWatchRequest\x12\x12\n\nspace_base\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x61\x63he_salts\x18\x02 \x03(\t\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\"Z\n\x0cWatchedSpace\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x12\n\nspace_base\x18\x02 \x01(\x0c\x12\x0c\n\x04lora\x18\x03 \x01(\t\x12\x18\n\x10salt_fingerprint\x18\x04 \x01(\t\"\xb5\x01\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kvgrpc.v1.WatchKind\x12\x14\n\x0cserver_epoch\x18\x03 \x01(\x0c\x12\x14\n\x0c\x63hunk_tokens\x18\x04 \x01(\r\x12&\n\x05space\x18\x05 \x01(\x0b\x32\x17.kvgrpc.v1.WatchedSpace\x12\x0c\n\x04tier\x18\x06 \x01(\t\x12\x0c\n\x04keys\x18\x07 \x03(\x0c\"\x7f\n\x11ReadChunksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\x0c\x12!\n\x06reader\x18\x03 \x01(\x0b\x32\x11.kvgrpc.v1.Reader\x12$\n\x05range\x18\x04 \x01(\x0b\x32\x15.kvgrpc.v1.TokenRange\"`\n\tChunkPart\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cobject_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"a\n\x12ReadChunksResponse\x12\"\n\x04part\x18\x01 \x01(\x0b\x32\x14.kvgrpc.v1.ChunkPart\x12\'\n\x07results\x18\x02 \x03(\x0b\x32\x16.kvgrpc.v1.ChunkResult*\x86\x02\n\x0c\x43hunkOutcome\x12\x1d\n\x19\x43HUNK_OUTCOME_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43HUNK_OUTCOME_STORED\x10\x01\x12\x1a\n\x16\x43HUNK_OUTCOME_RESIDENT\x10\x02\x12\x1f\n\x1b\x43HUNK_OUTCOME_BEING_WRITTEN\x10\x03\x12\x19\n\x15\x43HUNK_OUTCOME_REFUSED\x10\x04\x12\x18\n\x14\x43HUNK_OUTCOME_LOADED\x10\x05\x12\x19\n\x15\x43HUNK_OUTCOME_MISSING\x10\x06\x12\x18\n\x14\x43HUNK_OUTCOME_FAILED\x10\x07\x12\x16\n\x12\x43HUNK_OUTCOME_TORN\x10\x08*\xb2\x01\n\tWatchKind\x12\x1a\n\x16WATCH_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12WATCH_KIND_STARTED\x10\x01\x12\x15\n\x11WATCH_KIND_STORED\x10\x02\x12\x16\n\x12WATCH_KIND_REMOVED\x10\x03\x12\x16\n\x12WATCH_KIND_CLEARED\x10\x04\x12\x15\n\x11WATCH_KIND_SYNCED\x10\x05\x12\x13\n\x0fWATCH_KIND_LOST\x10\x06\x32\xa2\x05\n\x0eKvCacheService\x12=\n\x06Lookup\x12\x18.kvgrpc.v1.LookupRequest\x1a\x19.kvgrpc.v1.LookupResponse\x12\x64\n\x13QueryPrefetchStatus\x12%.kvgrpc.v1.QueryPrefetchStatusRequest\x1a&.kvgrpc.v1.QueryPrefetchStatusResponse\x12:\n\x05Store\x12\x17.kvgrpc.v1.StoreRequest\x1a\x18.kvgrpc.v1.StoreResponse\x12\x43\n\x08Retrieve\x12\x1a.kvgrpc.v1.RetrieveRequest\x1a\x1b.kvgrpc.v1.RetrieveResponse\x12X\n\x0f\x46reeLookupLocks\x12!.kvgrpc.v1.FreeLookupLocksRequest\x1a\".kvgrpc.v1.FreeLookupLocksResponse\x12I\n\nEndRequest\x12\x1c.kvgrpc.v1.EndRequestRequest\x1a\x1d.kvgrpc.v1.EndRequestResponse\x12:\n\x05\x46\x65nce\x12\x17.kvgrpc.v1.FenceRequest\x1a\x18.kvgrpc.v1.FenceResponse\x12K\n\nReadChunks\x12\x1c.kvgrpc.v1.ReadChunksRequest\x1a\x1d.kvgrpc.v1.ReadChunksResponse0\x01\x12<\n\x05Watch\x12\x17.kvgrpc.v1.WatchRequest\x1a\x18.kvgrpc.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFETCHSTATUS_HITCHUNKSBYTIERENTRY']._loaded_options = None
   _globals['_PREFETCHSTATUS_HITCHUNKSBYTIERENTRY']._serialized_options = b'8\001'
-  _globals['_CHUNKOUTCOME']._serialized_start=2605
-  _globals['_CHUNKOUTCOME']._serialized_end=2867
-  _globals['_WATCHKIND']._serialized_start=2870
-  _globals['_WATCHKIND']._serialized_end=3048
+  _globals['_CHUNKOUTCOME']._serialized_start=2621
+  _globals['_CHUNKOUTCOME']._serialized_end=2883
+  _globals['_WATCHKIND']._serialized_start=2886
+  _globals['_WATCHKIND']._serialized_end=3064
   _globals['_LOOKUPREQUEST']._serialized_start=61
   _globals['_LOOKUPREQUEST']._serialized_end=308
   _globals['_PREFETCHSTATUS']._serialized_start=311
@@ -55,39 +55,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKIDS']._serialized_start=865
   _globals['_BLOCKIDS']._serialized_end=888
   _globals['_CHUNKRESULT']._serialized_start=890
-  _globals['_CHUNKRESULT']._serialized_end=997
-  _globals['_STOREREQUEST']._serialized_start=1000
-  _globals['_STOREREQUEST']._serialized_end=1261
-  _globals['_STORERESPONSE']._serialized_start=1263
-  _globals['_STORERESPONSE']._serialized_end=1319
-  _globals['_RETRIEVEREQUEST']._serialized_start=1322
-  _globals['_RETRIEVEREQUEST']._serialized_end=1466
-  _globals['_RETRIEVERESPONSE']._serialized_start=1468
-  _globals['_RETRIEVERESPONSE']._serialized_end=1527
-  _globals['_FREELOOKUPLOCKSREQUEST']._serialized_start=1530
-  _globals['_FREELOOKUPLOCKSREQUEST']._serialized_end=1680
-  _globals['_FREELOOKUPLOCKSRESPONSE']._serialized_start=1682
-  _globals['_FREELOOKUPLOCKSRESPONSE']._serialized_end=1730
-  _globals['_ENDREQUESTREQUEST']._serialized_start=1732
-  _globals['_ENDREQUESTREQUEST']._serialized_end=1790
-  _globals['_ENDREQUESTRESPONSE']._serialized_start=1792
-  _globals['_ENDREQUESTRESPONSE']._serialized_end=1855
-  _globals['_FENCEREQUEST']._serialized_start=1857
-  _globals['_FENCEREQUEST']._serialized_end=1908
-  _globals['_FENCERESPONSE']._serialized_start=1910
-  _globals['_FENCERESPONSE']._serialized_end=1925
-  _globals['_WATCHREQUEST']._serialized_start=1927
-  _globals['_WATCHREQUEST']._serialized_end=2000
-  _globals['_WATCHEDSPACE']._serialized_start=2002
-  _globals['_WATCHEDSPACE']._serialized_end=2092
-  _globals['_WATCHRESPONSE']._serialized_start=2095
-  _globals['_WATCHRESPONSE']._serialized_end=2276
-  _globals['_READCHUNKSREQUEST']._serialized_start=2278
-  _globals['_READCHUNKSREQUEST']._serialized_end=2405
-  _globals['_CHUNKPART']._serialized_start=2407
-  _globals['_CHUNKPART']._serialized_end=2503
-  _globals['_READCHUNKSRESPONSE']._serialized_start=2505
-  _globals['_READCHUNKSRESPONSE']._serialized_end=2602
-  _globals['_KVCACHESERVICE']._serialized_start=3051
-  _globals['_KVCACHESERVICE']._serialized_end=3725
+  _globals['_CHUNKRESULT']._serialized_end=1013
+  _globals['_STOREREQUEST']._serialized_start=1016
+  _globals['_STOREREQUEST']._serialized_end=1277
+  _globals['_STORERESPONSE']._serialized_start=1279
+  _globals['_STORERESPONSE']._serialized_end=1335
+  _globals['_RETRIEVEREQUEST']._serialized_start=1338
+  _globals['_RETRIEVEREQUEST']._serialized_end=1482
+  _globals['_RETRIEVERESPONSE']._serialized_start=1484
+  _globals['_RETRIEVERESPONSE']._serialized_end=1543
+  _globals['_FREELOOKUPLOCKSREQUEST']._serialized_start=1546
+  _globals['_FREELOOKUPLOCKSREQUEST']._serialized_end=1696
+  _globals['_FREELOOKUPLOCKSRESPONSE']._serialized_start=1698
+  _globals['_FREELOOKUPLOCKSRESPONSE']._serialized_end=1746
+  _globals['_ENDREQUESTREQUEST']._serialized_start=1748
+  _globals['_ENDREQUESTREQUEST']._serialized_end=1806
+  _globals['_ENDREQUESTRESPONSE']._serialized_start=1808
+  _globals['_ENDREQUESTRESPONSE']._serialized_end=1871
+  _globals['_FENCEREQUEST']._serialized_start=1873
+  _globals['_FENCEREQUEST']._serialized_end=1924
+  _globals['_FENCERESPONSE']._serialized_start=1926
+  _globals['_FENCERESPONSE']._serialized_end=1941
+  _globals['_WATCHREQUEST']._serialized_start=1943
+  _globals['_WATCHREQUEST']._serialized_end=2016
+  _globals['_WATCHEDSPACE']._serialized_start=2018
+  _globals['_WATCHEDSPACE']._serialized_end=2108
+  _globals['_WATCHRESPONSE']._serialized_start=2111
+  _globals['_WATCHRESPONSE']._serialized_end=2292
+  _globals['_READCHUNKSREQUEST']._serialized_start=2294
+  _globals['_READCHUNKSREQUEST']._serialized_end=2421
+  _globals['_CHUNKPART']._serialized_start=2423
+  _globals['_CHUNKPART']._serialized_end=2519
+  _globals['_READCHUNKSRESPONSE']._serialized_start=2521
+  _globals['_READCHUNKSRESPONSE']._serialized_end=2618
+  _globals['_KVCACHESERVICE']._serialized_start=3067
+  _globals['_KVCACHESERVICE']._serialized_end=3741
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,7 @@ class _ChunkOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkOut
     CHUNK_OUTCOME_BEING_WRITTEN: _ChunkOutcome.ValueType  # 3
     """Store: another call is writing it; try again later if it must be there."""
     CHUNK_OUTCOME_REFUSED: _ChunkOutcome.ValueType  # 4
-    """Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER)."""
+    """Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER, NULL_BLOCKS)."""
     CHUNK_OUTCOME_LOADED: _ChunkOutcome.ValueType  # 5
     """Retrieve: the bytes are in the blocks."""
     CHUNK_OUTCOME_MISSING: _ChunkOutcome.ValueType  # 6
@@ -60,7 +60,7 @@ CHUNK_OUTCOME_RESIDENT: ChunkOutcome.ValueType  # 2
 CHUNK_OUTCOME_BEING_WRITTEN: ChunkOutcome.ValueType  # 3
 """Store: another call is writing it; try again later if it must be there."""
 CHUNK_OUTCOME_REFUSED: ChunkOutcome.ValueType  # 4
-"""Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER)."""
+"""Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER, NULL_BLOCKS)."""
 CHUNK_OUTCOME_LOADED: ChunkOutcome.ValueType  # 5
 """Retrieve: the bytes are in the blocks."""
 CHUNK_OUTCOME_MISSING: ChunkOutcome.ValueType  # 6
@@ -348,6 +348,9 @@ Global___QueryPrefetchStatusResponse: _TypeAlias = QueryPrefetchStatusResponse  
 class BlockIds(_message.Message):
     """Block ids of one KV group, in token order, covering the token range. Ids beyond the last whole block of the range are ignored;
     fewer than the range needs, or an id not below num_blocks: INVALID_ARGUMENT, BLOCK_IDS, and nothing is written.
+    In groups that are not FULL, 4294967295 stands for a block that the engine does not have (a "null block"): it is never read or
+    written, and what it would be a part of is not stored. Such ids come before all others, but for groups of which only the last
+    block of a chunk can be needed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -380,6 +383,7 @@ class ChunkResult(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     first_chunk: _builtins.int
     """Chunk index in the prompt (token position / chunk_tokens)."""
     count: _builtins.int
@@ -388,6 +392,10 @@ class ChunkResult(_message.Message):
     """What became of them."""
     reason: _builtins.str
     """UPPER_SNAKE; empty when the outcome says it all."""
+    groups: _builtins.int
+    """Layouts with a group that is not FULL: bit g is set when group g of these chunks is in the cache (Store) or was written to its
+    blocks (Retrieve). Else 0: the outcome holds for every group.
+    """
     def __init__(
         self,
         *,
@@ -395,10 +403,11 @@ class ChunkResult(_message.Message):
         count: _builtins.int = ...,
         outcome: Global___ChunkOutcome.ValueType = ...,
         reason: _builtins.str = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first_chunk", b"first_chunk", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first_chunk", b"first_chunk", "groups", b"groups", "outcome", b"outcome", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -492,7 +501,10 @@ Global___StoreResponse: _TypeAlias = StoreResponse  # noqa: Y015
 
 @_typing.final
 class RetrieveRequest(_message.Message):
-    """Reads a range of a looked-up prefix. The reader is the client's registration (kv_rank, tp_rank)."""
+    """Reads a range of a looked-up prefix. The reader is the client's registration (kv_rank, tp_rank). With a group that is not FULL, a
+    hit is good as a whole or not at all: groups are written as far as the whole hit needs them, range.end must be the end of a chunk
+    (RANGE), and no chunk of the hit is LOADED unless all of the range are.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -91,7 +91,7 @@ class KvCacheServiceServicer(object):
     """
 
     def Lookup(self, request, context):
-        """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
+        """Finds the longest prefix for which this server holds, for all wanted KV ranks, what every KV group needs of it, pins it for the readers, and starts prefetching what
         lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
         request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
         """

@@ -40,7 +40,7 @@ class KvCacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvCacheServiceAsyncStub: ...
     Lookup: _grpc.UnaryUnaryMultiCallable[_cache_pb2.LookupRequest, _cache_pb2.LookupResponse]
-    """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
+    """Finds the longest prefix for which this server holds, for all wanted KV ranks, what every KV group needs of it, pins it for the readers, and starts prefetching what
     lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
     request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
@@ -91,7 +91,7 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.UnaryUnaryMultiCallable[_cache_pb2.LookupRequest, _cache_pb2.LookupResponse]  # type: ignore[assignment]
-    """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
+    """Finds the longest prefix for which this server holds, for all wanted KV ranks, what every KV group needs of it, pins it for the readers, and starts prefetching what
     lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
     request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
     """
@@ -145,7 +145,7 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.LookupResponse, _abc.Awaitable[_cache_pb2.LookupResponse]]:
-        """Finds the longest prefix that this server holds for all wanted KV ranks, pins it for the readers, and starts prefetching what
+        """Finds the longest prefix for which this server holds, for all wanted KV ranks, what every KV group needs of it, pins it for the readers, and starts prefetching what
         lies in lower tiers. Never waits: when status.state is PENDING, ask QueryPrefetchStatus. Idempotent by (engine_id,
         request_id, attempt): a repeat answers the same job, one that asks for something else is refused (INVALID_FIELD, request_id). At the engine's limit of pinned or pending jobs: RESOURCE_EXHAUSTED, JOB_LIMIT.
         """

@@ -60,7 +60,9 @@ class _GroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupKind.V
     GROUP_KIND_SLIDING_WINDOW: _GroupKind.ValueType  # 2
     """The last window_tokens tokens."""
     GROUP_KIND_RECURRENT: _GroupKind.ValueType  # 3
-    """One state."""
+    """One state: the last block before the end of the prefix. A hit does not let its last token be computed again."""
+    GROUP_KIND_CHUNKED_LOCAL: _GroupKind.ValueType  # 4
+    """All tokens since the last multiple of window_tokens before the prefix's last token."""
 
 class GroupKind(_GroupKind, metaclass=_GroupKindEnumTypeWrapper):
     """What a group's layers keep."""
@@ -72,7 +74,9 @@ GROUP_KIND_FULL: GroupKind.ValueType  # 1
 GROUP_KIND_SLIDING_WINDOW: GroupKind.ValueType  # 2
 """The last window_tokens tokens."""
 GROUP_KIND_RECURRENT: GroupKind.ValueType  # 3
-"""One state."""
+"""One state: the last block before the end of the prefix. A hit does not let its last token be computed again."""
+GROUP_KIND_CHUNKED_LOCAL: GroupKind.ValueType  # 4
+"""All tokens since the last multiple of window_tokens before the prefix's last token."""
 Global___GroupKind: _TypeAlias = GroupKind  # noqa: Y015
 
 class _BlockForm:
@@ -536,7 +540,7 @@ class KvGroup(_message.Message):
     num_blocks: _builtins.int
     """Blocks in the engine's pool; block ids lie below it."""
     window_tokens: _builtins.int
-    """Sliding window only."""
+    """Sliding window and chunked local only, at least 1."""
     form: Global___BlockForm.ValueType
     """Order of bytes inside a block."""
     backend: _builtins.str
@@ -614,7 +618,7 @@ class RegisterKvCacheRequest(_message.Message):
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
-        """The layout; one group today."""
+        """The layout; 1 to 64 groups. Groups may share memory: a block belongs to one of them at a time, which is the engine's care."""
 
     def __init__(
         self,

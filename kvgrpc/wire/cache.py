@@ -232,6 +232,7 @@ def encode_results(results: Iterable[ChunkResult]) -> list[pb.ChunkResult]:
             count=result.count,
             outcome=pb.ChunkOutcome.Value(f"CHUNK_OUTCOME_{result.outcome.value}"),
             reason=result.reason,
+            groups=result.groups,
         )
         for result in results
     ]
@@ -244,7 +245,7 @@ def decode_results(messages: Iterable[pb.ChunkResult]) -> tuple[ChunkResult, ...
         known = message.outcome in pb.ChunkOutcome.values()
         name = pb.ChunkOutcome.Name(message.outcome).removeprefix("CHUNK_OUTCOME_") if known else "UNSPECIFIED"
         outcome = ChunkOutcome.TORN if name == "UNSPECIFIED" else ChunkOutcome(name)
-        results.append(ChunkResult(message.first_chunk, message.count, outcome, message.reason))
+        results.append(ChunkResult(message.first_chunk, message.count, outcome, message.reason, message.groups))
     return tuple(results)
 
 

@@ -118,12 +118,10 @@ async def test_registrations_that_do_not_fit(engine: Engine) -> None:
     missing = replace(layout, memory=(replace(memory, name="kvgrpc-test-nothing"),))
     more_blocks = replace(layout, groups=(replace(layout.groups[0], num_blocks=NUM_BLOCKS + 1),))
     cuda = replace(layout, memory=(api.CudaIpcMemory(b"h" * 64, "GPU-0", 0, memory.size_bytes),))
-    window = replace(layout, groups=(replace(layout.groups[0], kind=api.GroupKind.SLIDING_WINDOW, window_tokens=16),))
     expected = {
         Reason.MEMORY: {"layout": missing},
         Reason.LAYOUT: {"layout": more_blocks},
         Reason.CUDA_UNSUPPORTED: {"layout": cuda},
-        Reason.GROUP_KIND_UNSUPPORTED: {"layout": window},
         Reason.STORED_FORM_MISMATCH: {"identity": replace(engine.identity, stored_form="opaque:other")},
         Reason.HOST_MISMATCH: {"host_id": "0" * 32},
         Reason.RANK: {"kv_rank": 1},

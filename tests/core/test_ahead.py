@@ -7,7 +7,7 @@ import pytest
 
 from kvgrpc.core import types as t
 from kvgrpc.core.calls import SLICES_LAUNCHED
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import SliceReport
 from tests.core.desk import OBJECT, Desk, EngineDesk
 

@@ -300,7 +300,7 @@ def test_what_was_pinned_before_a_clear_is_not_copied_in_another_form(change: di
     job = e.lookup("a", 2)
     e.clear()
     if "order" in change:
-        change = {"geometry": replace(e.registration().geometry, **change)}
+        change = {"geometry": t.Geometry((replace(e.registration().geometry.groups[0], **change),))}
     e.share(0, **change)
     with refused(Reason.JOB_UNKNOWN):
         e.retrieve(job, end=BLOCK)

@@ -197,7 +197,7 @@ async def test_impossible_layout_is_refused(tmp_path: Path, change: dict[str, An
 
 
 async def test_undeclared_layout_is_refused(tmp_path: Path) -> None:
-    """Field report 4: no group, no runs, a kind that is not built, a form that the layout does not have."""
+    """Field report 4: no group, no runs, a window without a length, a form that the layout does not have."""
     async with local_server(tmp_path, l1_bytes=1 << 20) as server:
         engine = await server.engine(num_blocks=64)
         await engine.worker.unregister(engine.engine_id)
@@ -212,11 +212,7 @@ async def test_undeclared_layout_is_refused(tmp_path: Path) -> None:
             ),
             (
                 replace(request, layout=api.Layout(memory, (replace(group, kind=api.GroupKind.SLIDING_WINDOW),))),
-                ("UNIMPLEMENTED", "GROUP_KIND_UNSUPPORTED", "groups[0].kind"),
-            ),
-            (
-                replace(request, layout=api.Layout(memory, (group, group))),
-                ("UNIMPLEMENTED", "GROUP_KIND_UNSUPPORTED", "groups"),
+                ("INVALID_ARGUMENT", "LAYOUT", "groups[0].window_tokens"),
             ),
             (
                 replace(request, identity=replace(engine.identity, stored_form="token-major:8:128:2")),

@@ -9,11 +9,12 @@ from typing import TypeVar
 from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import (
     Action,
     CallEnded,
     CancelRead,
+    EngineDraining,
     JobDone,
     PrefetchStatus,
     ProbeTiers,
@@ -182,6 +183,7 @@ class Bench:
             if action.job_id in self.pending:
                 self.pending[action.job_id].expires_ns = self.now + self.limits.lease_ns
         else:
+            assert isinstance(action, EngineDraining), f"nobody watches: {action}"
             assert self.engine_of(action.client_id).drained
 
     def _end_session(self, action: SessionEnded) -> None:

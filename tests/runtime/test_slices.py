@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvgrpc.api import Layout
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import Direction, Piece, RunSlice, SliceReport
 from kvgrpc.runtime.affinity import AffinityExecutor
 from kvgrpc.runtime.slices import SliceRunner

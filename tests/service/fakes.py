@@ -170,3 +170,11 @@ class FakeClient:
 
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.act(self._client_id, "fence", (engine_id, tuple(call_ids)))
+
+    async def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
+        await self._cache.act(self._client_id, "read_chunks", request)
+        yield ()
+
+    async def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
+        await self._cache.act(self._client_id, "watch", request)
+        yield api.WatchEvent(1, api.WatchKind.STARTED)

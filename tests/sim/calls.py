@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, RetrieveCommand, StoreCommand
+from kvgrpc.core.types import NULL_BLOCK, ChunkOutcome, ChunkResult, RetrieveCommand, StoreCommand
 from tests.sim.loop import PromiseError, Signal
 from tests.sim.memory import Cell, EngineMemory
 from tests.sim.truth import Lease, Space
@@ -34,8 +35,8 @@ class Call:
     stopped: bool = False
     """Somebody gave it up: fence, cancel, the client's or engine's end."""
     returned: bool = False
-    moved: dict[int, int] = field(default_factory=dict)
-    """Cells of each chunk that reports say have been copied."""
+    moved: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Cells of each chunk and part that reports say have been copied."""
     broken: dict[int, bool] = field(default_factory=dict)
     """Chunks at which a copy was made to fail: torn?"""
     before: dict[tuple[int, int], list[Cell]] = field(default_factory=dict)
@@ -45,25 +46,27 @@ class Call:
     def call_id(self) -> int:
         return self.command.call_id
 
-    def content(self, chunk: int, cell: int) -> Cell:
+    def content(self, chunk: int, cell: Hashable) -> Cell:
         """What a store's blocks hold there."""
         return self.space.content(self.version, self.keys[chunk], self.kv_rank, cell)
 
-    def part(self, chunk: int) -> list[tuple[int, int, int, int]]:
-        """Cells of the chunk inside the range: (index in the object, group, block id, cell of the block)."""
+    def part(self, chunk: int, part: int = 0) -> list[tuple[Hashable, int, int, int]]:
+        """Cells of the chunk inside the range that the engine has: (index in the object, group, block id, cell of the
+        block)."""
         size = self.memory.shape.chunk_tokens
-        found: list[tuple[int, int, int, int]] = []
-        for index, (group, block, inner) in enumerate(self.memory.places):
+        found: list[tuple[Hashable, int, int, int]] = []
+        for index, (group, block, inner) in enumerate(self.memory.places[part]):
             block_size = self.memory.shape.groups[group].block_size
             first = chunk * size + block * block_size
             if self.command.range.start <= first and first + block_size <= self.command.range.end:
                 slot = (first - self.command.range.start) // block_size
-                found.append((index, group, self.command.blocks[group][slot], inner))
+                if self.command.blocks[group][slot] != NULL_BLOCK:
+                    found.append(((part, index) if part else index, group, self.command.blocks[group][slot], inner))
         return found
 
     def remember_blocks(self) -> None:
         for group, ids in enumerate(self.command.blocks):
-            for block in ids:
+            for block in set(ids) - {NULL_BLOCK}:
                 self.before[(group, block)] = list(self.memory.blocks[group][block])
 
 
@@ -84,7 +87,7 @@ def check_failure(call: Call, chunk: int, outcome: ChunkOutcome, reason: str, fa
     """A chunk that is FAILED or TORN has a cause that the world knows."""
     torn = call.broken.get(chunk)
     if outcome is ChunkOutcome.TORN:
-        begun = chunk in call.moved  # by an earlier slice, when a chunk is bigger than a slice
+        begun = (chunk, 0) in call.moved  # by an earlier slice, when a chunk is bigger than a slice
         if torn is not True and not (begun and (call.stopped or torn is False)):
             raise PromiseError(f"chunk {chunk} of call {call.call_id} answered torn, but no copy of it was cut")
     elif reason == "REVOKED":
@@ -102,13 +105,12 @@ def check_failure(call: Call, chunk: int, outcome: ChunkOutcome, reason: str, fa
 def check_store(call: Call) -> None:
     """STORED means that all bytes have arrived; every other answer has its cause."""
     failed = False
-    whole = len(call.memory.places)
+    whole = len(call.memory.places[0])
     for chunk, (outcome, reason) in flatten(call).items():
         if outcome is ChunkOutcome.STORED:
-            if call.moved.get(chunk, 0) != whole:
-                raise PromiseError(
-                    f"chunk {chunk} of call {call.call_id} is answered stored after {call.moved.get(chunk, 0)} cells"
-                )
+            moved = call.moved.get((chunk, 0), 0)
+            if moved != whole:
+                raise PromiseError(f"chunk {chunk} of call {call.call_id} is answered stored after {moved} cells")
         elif outcome is ChunkOutcome.REFUSED:
             if reason not in STORE_REFUSALS:
                 raise PromiseError(f"store refused for an unknown reason: {reason!r}")
@@ -133,7 +135,7 @@ def check_retrieve(call: Call, now: int) -> None:
         if outcome is ChunkOutcome.LOADED:
             if failed:
                 raise PromiseError(f"chunk {chunk} of call {call.call_id} was loaded after a failure")
-            if call.moved.get(chunk, 0) != len(part):
+            if call.moved.get((chunk, 0), 0) != len(part):
                 raise PromiseError(f"chunk {chunk} of call {call.call_id} answered loaded before its copy has ended")
             check_loaded(cells, lease, call.keys[chunk], call.kv_rank, [p[0] for p in part])
             continue
@@ -152,7 +154,7 @@ def check_retrieve(call: Call, now: int) -> None:
             )
 
 
-def check_loaded(cells: list[Cell], lease: Lease, key: bytes, kv_rank: int, indexes: list[int]) -> None:
+def check_loaded(cells: list[Cell], lease: Lease, key: bytes, kv_rank: int, indexes: list[Hashable]) -> None:
     """All cells are of one version that the lookup may have meant, and of nothing else."""
     for version in range(lease.version, lease.space.version + 1):
         if cells == [lease.space.content(version, key, kv_rank, index) for index in indexes]:

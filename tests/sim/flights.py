@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import Direction, ReadTier, RunSlice, SliceReport, WriteObject
 from tests.sim.calls import Call
 from tests.sim.loop import PromiseError
@@ -59,17 +59,19 @@ class Copy(Flight):
 
     def _moves_of(self, number: int) -> list[tuple[int, int, int, int, Cell]]:
         piece, call = self.order.pieces[number], self.call
-        places = call.memory.places
+        shape, part = call.memory.shape, self.order.part
+        places, groups = call.memory.places[part], shape.groups_of(part)
         addresses = cells_of(piece.extents)
         if len(addresses) < len(places):
             raise PromiseError(f"extents of {len(addresses)} cells for an object of {len(places)}")
         moves: list[tuple[int, int, int, int, Cell]] = []
         for cell in range(piece.span[0] // CELL_BYTES, piece.span[1] // CELL_BYTES):
             group, block, inner = places[cell]
-            slot = block - piece.first_block[group]
-            if 0 <= slot < len(piece.block_ids[group]):
-                wanted = call.content(piece.chunk, cell)
-                moves.append((addresses[cell], group, piece.block_ids[group][slot], inner, wanted))
+            place = groups.index(group)
+            slot = block - shape.first_blocks[group] - piece.first_block[place]
+            if 0 <= slot < len(piece.block_ids[place]):
+                wanted = call.content(piece.chunk, (part, cell) if part else cell)
+                moves.append((addresses[cell], group, piece.block_ids[place][slot], inner, wanted))
         return moves
 
     def move(self, number: int) -> None:

@@ -11,7 +11,7 @@ from kvgrpc.core import invariants
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.errors import Refusal
-from kvgrpc.core.plans import SKIPPED
+from kvgrpc.core.slicing import SKIPPED
 from kvgrpc.core.types import (
     MS,
     Action,
@@ -33,6 +33,7 @@ from tests.sim.calls import Call, check_retrieve, check_store
 from tests.sim.flights import Copy, Flight, TierRead, TierWrite
 from tests.sim.loop import Loop, PromiseError, Signal
 from tests.sim.memory import CELL_BYTES, Cell, EngineMemory
+from tests.sim.parted import check_parted
 from tests.sim.tiers import Tiers
 from tests.sim.trace import Traced
 from tests.sim.watch import Watch
@@ -222,10 +223,10 @@ class Hands:
         call = copy.call
         for number, piece in enumerate(copy.order.pieces):
             if number < report.completed:
-                moved = call.moved.get(piece.chunk, 0) + copy.moves_of_piece(number)
-                call.moved[piece.chunk] = moved
-                if piece.span[1] == len(call.memory.places) * CELL_BYTES:
-                    self._note_whole(call, piece.chunk)
+                unit = (piece.chunk, copy.order.part)
+                call.moved[unit] = call.moved.get(unit, 0) + copy.moves_of_piece(number)
+                if piece.span[1] == len(call.memory.places[unit[1]]) * CELL_BYTES:
+                    self._note_whole(call, *unit)
             elif number == report.completed and report.reason != SKIPPED:
                 call.broken[piece.chunk] = report.torn
         behind = next((c for c in self.copies.values() if c.order.client_id == copy.order.client_id), None)
@@ -238,12 +239,12 @@ class Hands:
         self.ask(lambda now: self.book.slice_done(now, slice_id, report))
 
     @staticmethod
-    def _note_whole(call: Call, chunk: int) -> None:
-        """The last part of a chunk has been copied."""
+    def _note_whole(call: Call, chunk: int, part: int) -> None:
+        """The end of an object has been copied."""
         if call.lease is not None:
-            call.lease.has_read(chunk, (call.kv_rank, call.tp_rank))
-        elif call.moved[chunk] == len(call.memory.places):
-            call.space.arrived(call.version, call.keys[chunk], call.kv_rank)
+            call.lease.has_read(chunk, part, (call.kv_rank, call.tp_rank))
+        elif call.moved[chunk, part] == len(call.memory.places[part]):
+            call.space.arrived(call.version, call.keys[chunk], call.kv_rank, part)
 
     def _end_call(self, action: CallEnded) -> None:
         call = self.calls.get((action.client_id, action.call_id))
@@ -271,6 +272,8 @@ class Hands:
         call.answered_at = self.asks
         if call.returned:
             pass  # fenced: its blocks hold something else by now
+        elif call.memory.shape.parted:
+            check_parted(call, self.loop.now)
         elif call.lease is None:
             check_store(call)
         else:

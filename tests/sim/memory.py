@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from kvgrpc.core.types import Extent, Geometry, GroupGeometry
+from kvgrpc.core.types import ALL, NULL_BLOCK, Extent, Geometry, GroupGeometry, Need
 from tests.sim.loop import PromiseError, Signal
 
 CELL_BYTES = 64
 
 Cell = Hashable
-"""What a cell holds: ``(space, version, key, kv_rank, index in the object)``; anything else belongs to no object."""
+"""What a cell holds: ``(space, version, key, kv_rank, index in the object)``; anything else belongs to no object. Of
+another part than the first, the index is a pair: part and index."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,29 @@ class Group:
     families: int
     block_size: int
     num_blocks: int
+    need: Need = ALL
+
+    def tail(self, chunk_tokens: int) -> int:
+        """How many of a chunk's last blocks some hit needs, tried out."""
+        blocks = chunk_tokens // self.block_size
+        starts = [needed_from(self.need, hit * chunk_tokens) for hit in range(1, 16)]
+        inside = [start % chunk_tokens for start in starts if start // chunk_tokens < 16]
+        whole = [hit for hit, start in enumerate(starts, 1) if start // chunk_tokens < hit - 1]
+        return blocks - (0 if whole else min(inside) // self.block_size)
 
 
-@dataclass(frozen=True)
+def needed_from(need: Need, tokens: int) -> int:
+    """The first token that a hit of so many needs of layers with this need: what they look at to compute the hit's last
+    token once more."""
+    last = tokens - 1
+    if not need.window:
+        return 0
+    if need.aligned:
+        return max(at for at in range(tokens) if at % need.window == 0) if tokens else 0
+    return max(0, last - need.window + 1)
+
+
+@dataclass
 class Shape:
     """The geometry of an engine's memory."""
 
@@ -39,7 +61,8 @@ class Shape:
     def geometry(self) -> Geometry:
         return Geometry(
             tuple(
-                GroupGeometry(g.block_size, g.num_blocks, g.families * g.block_size * CELL_BYTES) for g in self.groups
+                GroupGeometry(g.block_size, g.num_blocks, g.families * g.block_size * CELL_BYTES, g.need)
+                for g in self.groups
             )
         )
 
@@ -47,13 +70,40 @@ class Shape:
     def alignment(self) -> int:
         return max(g.block_size for g in self.groups)
 
-    def places(self) -> list[tuple[int, int, int]]:
-        """Where each cell of an object lies: (group, block of the chunk, cell of the block)."""
+    @cached_property
+    def needs(self) -> list[Need]:
+        """Of the parts of a chunk: that of everything first, then as the groups come."""
+        found = [group.need for group in self.groups]
+        return sorted(dict.fromkeys(found), key=lambda need: need != ALL)
+
+    @property
+    def parted(self) -> bool:
+        return self.needs != [ALL]
+
+    @cached_property
+    def first_blocks(self) -> list[int]:
+        """Where in a chunk the objects begin, by group."""
+        return [self.chunk_tokens // g.block_size - g.tail(self.chunk_tokens) for g in self.groups]
+
+    def groups_of(self, part: int) -> list[int]:
+        return [index for index, group in enumerate(self.groups) if group.need == self.needs[part]]
+
+    def parts_of_hit(self, chunk: int, hit_chunks: int) -> list[int]:
+        """Those of the chunk that a hit of so many chunks needs."""
+        starts = [needed_from(need, hit_chunks * self.chunk_tokens) for need in self.needs]
+        return [part for part, start in enumerate(starts) if start < (chunk + 1) * self.chunk_tokens]
+
+    def places(self) -> list[list[tuple[int, int, int]]]:
+        """Where each cell of the object of each part lies: (group, block of the chunk, cell of the block)."""
         return [
-            (index, token // group.block_size, family * group.block_size + token % group.block_size)
-            for index, group in enumerate(self.groups)
-            for family in range(group.families)
-            for token in range(self.chunk_tokens)
+            [
+                (index, token // group.block_size, family * group.block_size + token % group.block_size)
+                for index, group in enumerate(self.groups)
+                if group.need == need
+                for family in range(group.families)
+                for token in range(self.first_blocks[index] * group.block_size, self.chunk_tokens)
+            ]
+            for need in self.needs
         ]
 
 
@@ -73,13 +123,13 @@ class EngineMemory:
 
     def own(self, call_id: int, blocks: Sequence[Sequence[int]]) -> None:
         for group, ids in enumerate(blocks):
-            for block in ids:
+            for block in set(ids) - {NULL_BLOCK}:
                 self.owners.setdefault((group, block), set()).add(call_id)
 
     def give_back(self, call_id: int, blocks: Sequence[Sequence[int]], scribble: Cell | None) -> None:
         """The engine has the blocks again, and uses them at once for something else when ``scribble`` is given."""
         for group, ids in enumerate(blocks):
-            for block in set(ids):
+            for block in set(ids) - {NULL_BLOCK}:
                 owners = self.owners[(group, block)]
                 owners.discard(call_id)
                 if owners:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 from kvgrpc.core import eviction, plans
@@ -15,11 +16,12 @@ from kvgrpc.core.calls import Calls
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.jobs import Job
 from kvgrpc.core.leases import Leases
+from kvgrpc.core.parted import PartedRetrieve
 from kvgrpc.core.plans import RetrievePlan
 from kvgrpc.core.sessions import Client
 from kvgrpc.core.slots import Slot, Slots
 from kvgrpc.core.states import SlotState
-from kvgrpc.core.types import Cleared
+from kvgrpc.core.types import Cleared, Need
 from kvgrpc.core.writes import WriteBehind
 
 
@@ -83,7 +85,7 @@ def no_read_pin(stack: ExitStack) -> None:
     def unpinned(self: RetrievePlan) -> list[Chunk]:
         chunks = pin_resident(self)
         self._desk.index.unpin(chunks)
-        return chunks
+        return [replace(chunk, slots=dict(chunk.slots)) for chunk in chunks]
 
     def end(self: RetrievePlan, now: int) -> None:
         self.pinned = []
@@ -110,9 +112,34 @@ def no_write_pin(stack: ExitStack) -> None:
     stack.enter_context(patch.object(WriteBehind, "write_done", end))
 
 
+def no_other_needs(stack: ExitStack) -> None:
+    """A hit needs of windows and states what the last chunk has."""
+
+    def first(self: Need, chunks: int, chunk_tokens: int) -> int:
+        return max(chunks - 1, 0) if self.window else 0
+
+    stack.enter_context(patch.object(Need, "first", first))
+
+
+def no_whole_hit(stack: ExitStack) -> None:
+    """A hit of which one part is not there any more is loaded as far as the others go."""
+    stack.enter_context(patch.object(RetrievePlan, "whole", property(lambda self: self.pinned is None or True)))
+    stack.enter_context(patch.object(PartedRetrieve, "_loaded", True))
+
+
 MUTANTS: dict[str, Callable[[ExitStack], None]] = {
     mutant.__name__.replace("_", "-"): mutant
-    for mutant in (no_settling, no_read_pin, no_doomed, no_reader_once, no_tail_first, no_fence, no_write_pin)
+    for mutant in (
+        no_settling,
+        no_read_pin,
+        no_doomed,
+        no_reader_once,
+        no_tail_first,
+        no_fence,
+        no_write_pin,
+        no_other_needs,
+        no_whole_hit,
+    )
 }
 
 

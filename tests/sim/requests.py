@@ -75,7 +75,7 @@ class Request:
         kind = self.engine.kind
         lease = Lease(
             self.engine.engine_id, self.name, answer.job_id, self.space, version, self.prompt.keys,
-            tuple(range(kind.kv_world_size)), kind.readers, now + self.hands.limits.lease_ns,
+            tuple(range(kind.kv_world_size)), kind.readers, now + self.hands.limits.lease_ns, self.engine.shape,
         )  # fmt: skip
         lease.readers_known = any(worker.registered and worker.attached for worker in self.engine.workers)
         lease.over = not client.attached or not lease.readers_known
@@ -142,6 +142,7 @@ class Request:
         if start:
             self.free(lease, TokenRange(0, start))
         stop = rng.randrange(start + align, end + 1, align) if rng.random() < 0.2 else end
+        stop = -(-stop // self.chunk_tokens) * self.chunk_tokens if self.engine.shape.parted else stop
         tasks = []
         for worker in self.engine.workers:
             if rng.random() < 0.05:

@@ -43,11 +43,13 @@ class Tiers:
         self._meanings: dict[str, tuple[Space, bytes, int, int]] = {}
         self._stored: dict[str, Stored] = {}
         self._objects: list[tuple[Space, bytes, int, int]] = []
+        self._orders: dict[int, str] = {}
         self.written = 0
 
-    def know(self, space: Space, keys: list[bytes], kv_ranks: int, cells: int) -> None:
+    def know(self, space: Space, keys: list[bytes], kv_ranks: int, cells: int, order: str) -> None:
         """The space's objects can be asked for from now on."""
         self._objects += [(space, key, rank, cells) for key in keys for rank in range(kv_ranks)]
+        self._orders[space.index] = order
 
     def find(self, name: str) -> str:
         """The tier that has the object, or ""."""
@@ -85,5 +87,6 @@ class Tiers:
             if generation is None:
                 raise PromiseError(f"a tier is asked for an unknown object {name[:16]}")
             for space, key, rank, cells in self._objects:
-                self._meanings[object_name(space.digest, generation, key, rank)] = (space, key, rank, cells)
+                name_then = object_name(space.digest, generation, key, rank, self._orders[space.index])
+                self._meanings[name_then] = (space, key, rank, cells)
         return self._meanings[name]

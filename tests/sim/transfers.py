@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import (
+    ALL,
     MS,
+    NULL_BLOCK,
     ChunkKeys,
     ChunkResult,
     LookupCommand,
@@ -22,7 +24,8 @@ from kvgrpc.core.types import (
 from tests.sim.calls import Call, leading_chunks
 from tests.sim.engine import GONE, Client, Engine
 from tests.sim.loop import Process, PromiseError
-from tests.sim.memory import EngineMemory
+from tests.sim.memory import EngineMemory, Group, Shape, needed_from
+from tests.sim.parted import groups_by_chunk
 from tests.sim.truth import Lease, Prompt, Space
 
 Ask = Callable[[int], "tuple[ChunkResult, ...] | None"]
@@ -43,11 +46,11 @@ class Transfers:
         """Loads part of a hit into fresh blocks."""
         memory = worker.memory
         assert memory is not None
-        blocks = self.take_blocks(memory, span)
+        blocks = self.take_blocks(memory, span, lease.hit_chunks)
         if blocks is None:
             return
         for group, ids in enumerate(blocks):
-            for block in ids:
+            for block in set(ids) - {NULL_BLOCK}:
                 cells = memory.blocks[group][block]
                 cells[:] = [("filled for", worker.next_call)] * len(cells)
         call, ask = self.retrieve_call(worker, lease, span, blocks)
@@ -130,8 +133,9 @@ class Transfers:
             worker.client_id, command, worker.memory, worker.kv_rank, worker.tp_rank, space, space.version, keys
         )
         for chunk, key in keys.items():
-            for index, group, block, inner in call.part(chunk):
-                call.memory.blocks[group][block][inner] = space.content(call.version, key, worker.kv_rank, index)
+            for part in range(len(call.memory.shape.needs)):
+                for index, group, block, inner in call.part(chunk, part):
+                    call.memory.blocks[group][block][inner] = space.content(call.version, key, worker.kv_rank, index)
 
         def ask(now: int) -> tuple[ChunkResult, ...] | None:
             late = space.version != call.version
@@ -208,8 +212,9 @@ class Transfers:
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
-    def take_blocks(self, memory: EngineMemory, span: TokenRange) -> Blocks | None:
-        """Free blocks for the range, in a random order; None when there are too few, or no range."""
+    def take_blocks(self, memory: EngineMemory, span: TokenRange, hit_chunks: int = 0) -> Blocks | None:
+        """Free blocks for the range, in a random order; None when there are too few, or no range. The engine may lack
+        those that its layers do not look at: mostly, for a hit, and now and then in what it stores."""
         needs = [(span.end - span.start) // g.block_size for g in memory.shape.groups]
         if span.end <= span.start or any(len(free) < need for free, need in zip(memory.free, needs, strict=True)):
             return None
@@ -217,7 +222,22 @@ class Transfers:
         for free, need in zip(memory.free, needs, strict=True):
             self.rng.shuffle(free)
             blocks.append([free.pop() for _ in range(need)])
+        for group, free, ids in zip(memory.shape.groups, memory.free, blocks, strict=True):
+            for at in self._lacking(memory.shape, group, span, hit_chunks):
+                free.append(ids[at])
+                ids[at] = NULL_BLOCK
         return blocks
+
+    def _lacking(self, shape: Shape, group: Group, span: TokenRange, hit_chunks: int) -> list[int]:
+        """Places of blocks that the engine does not have."""
+        count, rng = (span.end - span.start) // group.block_size, self.rng
+        if group.need == ALL or rng.random() < 0.3:
+            return []
+        if group.tail(shape.chunk_tokens) == 1 and not hit_chunks:
+            return [at for at in range(count) if rng.random() < 0.4]
+        hit = hit_chunks * shape.chunk_tokens
+        start = needed_from(group.need, hit) if hit else rng.choice((0, span.end // 2))
+        return list(range(min(count, max(0, start - span.start) // group.block_size)))
 
     def next_call(self, worker: Client) -> int:
         worker.next_call += 1
@@ -242,6 +262,9 @@ class Transfers:
         ):
             return
         if not chunks or not scheduler.attached or engine.drained:
+            return
+        everything = (1 << len(engine.shape.groups)) - 1
+        if engine.shape.parted and any(groups != everything for groups in groups_by_chunk(call).values()):
             return
         tokens = chunks * engine.shape.chunk_tokens
         content = ChunkKeys(tuple(call.keys[chunk] for chunk in range(chunks)), tokens)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, ChunkKeys, CoreLimits, S, SpaceIdentity, SpaceRef, WritePolicy
+from kvgrpc.core.types import ALL, MS, ChunkKeys, CoreLimits, Need, S, SpaceIdentity, SpaceRef, WritePolicy
 from tests.sim.engine import Client, Engine, Kind
 from tests.sim.hands import Hands
 from tests.sim.loop import Loop, Process, PromiseError, Signal
-from tests.sim.memory import CELL_BYTES, EngineMemory, Group, Shape
+from tests.sim.memory import CELL_BYTES, EngineMemory, Group, Shape, needed_from
 from tests.sim.requests import Request
 from tests.sim.tiers import Tiers
 from tests.sim.truth import Prompt, Space
@@ -35,6 +35,8 @@ class Model:
 
     identity: SpaceIdentity
     families: tuple[int, ...]
+    paging: tuple[tuple[int, Need], ...]
+    """Block size and need of each group; none given: engines have block sizes of their own and need everything."""
     prompts: list[Prompt]
     spaces: list[tuple[SpaceRef, Space]]
 
@@ -51,6 +53,8 @@ class World:
         rng = self.rng
         identities = [self._identity(rng.choice((1, 1, 2)), number) for number in range(rng.choice((1, 1, 2)))]
         families = [rng.choice(((1,), (2,), (1, 1))) for _ in identities]
+        paging = [self._paging() if rng.random() < 0.4 else () for _ in identities]
+        families = [(1,) * len(groups) if groups else one for one, groups in zip(families, paging, strict=True)]
         biggest = max(sum(f) for f in families) * CHUNK_TOKENS
         arena_cells = biggest * rng.randint(6, 24)
         names: tuple[str, ...] = rng.choice(((), ("disk",), ("disk", "remote")))
@@ -58,8 +62,8 @@ class World:
         self.hands = Hands(self.loop, rng, self._limits(biggest), arena_cells, tiers, verbose)
         self.hands.check_every *= with_invariants
         self.hands.book.set_write_policy("", rng.choice(list(WritePolicy)))
-        for identity, family in zip(identities, families, strict=True):
-            self._make_model(identity, family)
+        for identity, family, groups in zip(identities, families, paging, strict=True):
+            self._make_model(identity, family, groups)
 
     def run(self) -> int:
         """Lives the whole life; the number of events. Raises on the first wrong thing."""
@@ -104,7 +108,19 @@ class World:
     def _identity(kv_world_size: int, number: int) -> SpaceIdentity:
         return SpaceIdentity(f"model-{number}", "r1", "bfloat16", kv_world_size, "engine-hash", "opaque:SIM:flat:1")
 
-    def _make_model(self, identity: SpaceIdentity, families: tuple[int, ...]) -> None:
+    def _paging(self) -> tuple[tuple[int, Need], ...]:
+        """Groups that do not all need everything."""
+        rng = self.rng
+        groups: list[tuple[int, Need]] = []
+        for _ in range(rng.randint(1, 4)):
+            block_size = rng.choice((1, 2, 4))
+            kinds = (ALL, Need(rng.randint(1, 12)), Need(rng.choice((2, 4, 6, 8)), aligned=True), Need(block_size))
+            groups.append((block_size, rng.choices(kinds, (3, 3, 1, 2))[0]))
+        return tuple(groups)
+
+    def _make_model(
+        self, identity: SpaceIdentity, families: tuple[int, ...], paging: tuple[tuple[int, Need], ...]
+    ) -> None:
         book, rng = self.hands.book, self.rng
         base = self.hands.ask(lambda now: book.space_base(now, identity))
         refs = [SpaceRef(base, lora, salt) for lora, salt in (("", ""), ("", "tenant"), ("adapter", ""))]
@@ -115,9 +131,10 @@ class World:
         prompts = self._prompts(number)
         keys = sorted({key for prompt in prompts for key in prompt.keys})
         for _, space in spaces:
-            self.hands.tiers.know(space, keys, identity.kv_world_size, sum(families) * CHUNK_TOKENS)
-        self.models.append(Model(identity, families, prompts, spaces))
-        self.hands.watch.chains(prompt.keys for prompt in prompts)
+            self.hands.tiers.know(space, keys, identity.kv_world_size, sum(families) * CHUNK_TOKENS, "")
+        self.models.append(Model(identity, families, paging, prompts, spaces))
+        if not paging or any(need == ALL for _, need in paging):
+            self.hands.watch.chains(prompt.keys for prompt in prompts)
 
     def _prompts(self, number: int) -> list[Prompt]:
         """Prompts that share prefixes: paths in a small tree."""
@@ -148,7 +165,8 @@ class World:
         """One a worker, all of one shape; other engines of the model may have other block sizes."""
         rng = self.rng
         block_sizes = [rng.choice((1, 2, 4)) for _ in model.families]
-        groups = tuple(Group(f, size, 80 // size) for f, size in zip(model.families, block_sizes, strict=True))
+        paging = model.paging or tuple((size, ALL) for size in block_sizes)
+        groups = tuple(Group(f, size, 80 // size, need) for f, (size, need) in zip(model.families, paging, strict=True))
         return [EngineMemory(Shape(CHUNK_TOKENS, groups), rng.randbytes(8)) for _ in kind.ranks()]
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -255,9 +273,11 @@ class World:
         """An operator keeps a prefix for a while."""
         model = self.rng.choice(self.models)
         ref, space = self.rng.choice(model.spaces)
-        self.loop.spawn(self._hold(self.rng.choice(model.prompts), ref, space))
+        need = next((need for _, need in sorted(model.paging, key=lambda one: one[1] != ALL)), ALL)
+        self.loop.spawn(self._hold(self.rng.choice(model.prompts), ref, space, need))
 
-    def _hold(self, prompt: Prompt, ref: SpaceRef, space: Space) -> Process:
+    def _hold(self, prompt: Prompt, ref: SpaceRef, space: Space, need: Need) -> Process:
+        """``need`` is that of the first part of its chunks."""
         book, rng = self.hands.book, self.rng
         ttl_ns, pin_id = rng.choice((20, 200)) * MS, rng.randbytes(16)
         content = ChunkKeys(prompt.keys, prompt.num_tokens)
@@ -272,7 +292,8 @@ class World:
             raise PromiseError(f"a pin of {held.pinned_tokens} tokens with id {held.pin_id!r}")
         if not chunks:
             return
-        hold = self.hands.watch.hold(space, prompt.keys[:chunks], self.loop.now + ttl_ns)
+        first = needed_from(need, held.pinned_tokens) // CHUNK_TOKENS
+        hold = self.hands.watch.hold(space, prompt.keys[first:chunks], self.loop.now + ttl_ns)
         yield rng.randint(1, 250) * MS
         hold.over = True
         try:

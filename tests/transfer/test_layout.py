@@ -12,7 +12,7 @@ import pytest
 
 from kvgrpc.api import BlockForm, CudaIpcMemory, GroupKind, KvGroup, Layout, Runs, SharedMemory
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Geometry, GroupGeometry
+from kvgrpc.core.types import ALL, Geometry, GroupGeometry, Need
 from kvgrpc.transfer.layout import MAX_MEMORY_PIECES, MAX_PLANES_IN_ALL, check_layout, memory_bytes, stored_form
 from tests.kvdata import ARRANGEMENTS, BLOCKS_OUTERMOST, LAYERS_OUTERMOST, MHA, MLA, Image
 
@@ -42,7 +42,7 @@ def refused(layout: Layout) -> Refusal:
 
 
 def test_geometry_of_a_good_layout() -> None:
-    assert check_layout(GOOD, CHUNK) == Geometry((GroupGeometry(16, 16, 512),), "2x2x128")
+    assert check_layout(GOOD, CHUNK) == Geometry((GroupGeometry(16, 16, 512, order="2x2x128"),))
     assert memory_bytes(GOOD) == 8192
 
 
@@ -129,12 +129,33 @@ def test_a_layout_beyond_its_memory_names_both_numbers() -> None:
     assert "8191" in message
 
 
-@pytest.mark.parametrize("kind", [GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT])
-def test_kinds_that_are_not_built_are_refused_by_name(kind: GroupKind) -> None:
-    refusal = refused(with_group(kind=kind))
-    assert refusal.reason is Reason.GROUP_KIND_UNSUPPORTED
-    assert kind.value in refusal.message
-    assert refused(replace(GOOD, groups=(GROUP, GROUP))).reason is Reason.GROUP_KIND_UNSUPPORTED
+NEEDS = [
+    (GroupKind.FULL, 0, ALL, ""),
+    (GroupKind.SLIDING_WINDOW, 24, Need(24), "sliding-window:24:"),
+    (GroupKind.CHUNKED_LOCAL, 32, Need(32, aligned=True), "chunked-local:32:"),
+    (GroupKind.RECURRENT, 0, Need(16), "recurrent:"),
+]
+
+
+@pytest.mark.parametrize(("kind", "window", "need", "form"), NEEDS)
+def test_kinds_of_groups(kind: GroupKind, window: int, need: Need, form: str) -> None:
+    """What a hit needs of them is a part of the identity."""
+    group = replace(GROUP, kind=kind, window_tokens=window)
+    both = replace(GOOD, groups=(GROUP, group))
+    assert [one.need for one in check_layout(both, CHUNK).groups] == [ALL, need]
+    assert stored_form(both.groups) == f"{stored_form([GROUP])}+{form}{stored_form([GROUP])}"
+
+
+@pytest.mark.parametrize("kind", [GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL])
+def test_a_window_has_a_length(kind: GroupKind) -> None:
+    assert refused(with_group(kind=kind)).field == "groups[0].window_tokens"
+
+
+def test_groups_have_a_bound() -> None:
+    assert refused(replace(GOOD, groups=(GROUP,) * 65)).field == "groups"
+    windows = [replace(GROUP, kind=GroupKind.SLIDING_WINDOW, window_tokens=at) for at in range(1, 10)]
+    check_layout(replace(GOOD, groups=tuple(windows[:8])), CHUNK)
+    assert "8 different" in refused(replace(GOOD, groups=tuple(windows))).message
 
 
 def test_device_memory_has_the_same_bounds() -> None:

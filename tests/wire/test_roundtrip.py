@@ -112,7 +112,7 @@ def test_retrieve_free_end_fence() -> None:
 
 
 def test_every_outcome() -> None:
-    results = tuple(ChunkResult(at, 1, outcome, "WHY") for at, outcome in enumerate(ChunkOutcome))
+    results = tuple(ChunkResult(at, 1, outcome, "WHY", 1 << 63) for at, outcome in enumerate(ChunkOutcome))
     assert cache.decode_store_response(over_the_wire(cache.encode_store_response(results))) == results
     assert cache.decode_retrieve_response(over_the_wire(cache.encode_retrieve_response(results))) == results
 

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core knows of an engine's layout: blocks, bytes, and which chunks a hit needs of which layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NULL_BLOCK = 0xFFFFFFFF
+"""Stands in a list of block ids for a block that the engine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a hit needs of some layers: everything (``window`` 0), the chunks that hold its last ``window`` tokens, or,
+    if ``aligned``, those since the last multiple of ``window`` that lies before its last token."""
+
+    window: int = 0
+    aligned: bool = False
+
+    def first(self, chunks: int, chunk_tokens: int) -> int:
+        """The first chunk that a hit of so many chunks needs."""
+        if not self.window:
+            return 0
+        end = chunks * chunk_tokens
+        start = (end - 1) // self.window * self.window if self.aligned else end - self.window
+        return max(0, start) // chunk_tokens
+
+    def tail(self, block_size: int, chunk_tokens: int) -> int:
+        """How many blocks of a chunk can ever be needed: its last ones."""
+        blocks = chunk_tokens // block_size
+        if not self.window or (self.aligned and chunk_tokens % self.window):
+            return blocks
+        return min(blocks, -(-self.window // block_size))
+
+
+ALL = Need()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGeometry:
+    """Paging of one KV group: ``block_bytes`` is what one block of all its layers and planes holds.
+
+    ``order`` says in which order an object holds its runs: objects of equal order and length mean the same bytes.
+    """
+
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    need: Need = ALL
+    order: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The groups of equal need, whose bytes of a chunk are one object: the chunk's last ``blocks[i]`` blocks of group
+    ``groups[i]``, one group after the other."""
+
+    number: int
+    need: Need
+    groups: tuple[int, ...]
+    blocks: tuple[int, ...]
+    object_bytes: int
+    order: str
+
+    @property
+    def form(self) -> tuple[Need, int, str]:
+        """Equal for all that may share objects of it."""
+        return self.need, self.object_bytes, self.order
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the core knows of a layout: enough to count blocks and bytes, nothing of strides."""
+
+    groups: tuple[GroupGeometry, ...]
+
+    def parts(self, chunk_tokens: int) -> tuple[Part, ...]:
+        """One for each need, that of everything first, then as the groups come."""
+        parts: list[Part] = []
+        for need in sorted(dict.fromkeys(group.need for group in self.groups), key=lambda need: need != ALL):
+            places = tuple(at for at, group in enumerate(self.groups) if group.need == need)
+            groups = [self.groups[at] for at in places]
+            blocks = tuple(need.tail(group.block_size, chunk_tokens) for group in groups)
+            size = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))
+            parts.append(
+                Part(len(parts), need, places, blocks, size, "+".join(filter(None, (group.order for group in groups))))
+            )
+        return tuple(parts)
+
+    def object_bytes(self, chunk_tokens: int) -> int:
+        """Of all parts of a chunk."""
+        return sum(part.object_bytes for part in self.parts(chunk_tokens))
+
+    @property
+    def block_size(self) -> int:
+        """Alignment of token ranges: the largest block size of the groups."""
+        return max(g.block_size for g in self.groups)
+
+    @property
+    def order(self) -> str:
+        return "+".join(group.order for group in self.groups)
