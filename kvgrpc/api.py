@@ -11,14 +11,15 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from kvgrpc.core.inspection import InspectedChunk, Keeper
+from kvgrpc.core.inspection import InspectedChunk as InspectedChunk  # part of Inspection, as is Keeper
+from kvgrpc.core.inspection import Keeper as Keeper
+from kvgrpc.core.keys import OWN_HASH_ALGORITHM as OWN_HASH_ALGORITHM
 from kvgrpc.core.types import (
     DEFAULT_POLICY,
-    ArenaStatus,
     ChunkResult,
     Cleared,
     Ended,
@@ -37,20 +38,23 @@ from kvgrpc.core.types import (
     TokenRange,
     Warmed,
 )
+from kvgrpc.core.types import ArenaStatus as ArenaStatus  # part of ServerStatus
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.operators import CallKind as CallKind  # part of TracedCall
+from kvgrpc.operators import ExecutorStatus as ExecutorStatus  # part of ServerStatus, as are the next two
+from kvgrpc.operators import Inspection, ServerStatus, TracedCalls
+from kvgrpc.operators import RestartStatus as RestartStatus
+from kvgrpc.operators import TierStatus as TierStatus
+from kvgrpc.operators import TracedCall as TracedCall  # part of TracedCalls
 from kvgrpc.streams import ChunkPart as ChunkPart
 from kvgrpc.streams import ReadChunksAnswer as ReadChunksAnswer
 from kvgrpc.streams import ReadChunksRequest as ReadChunksRequest
 from kvgrpc.streams import WatchEvent as WatchEvent
 from kvgrpc.streams import WatchKind as WatchKind
 from kvgrpc.streams import WatchRequest as WatchRequest
-from kvgrpc.traces import CallKind as CallKind  # part of TracedCall
-from kvgrpc.traces import TracedCall as TracedCall  # part of TracedCalls
-from kvgrpc.traces import TracedCalls
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
-OWN_HASH_ALGORITHM = "sha256-u32le"
 
 
 # ---- content --------------------------------------------------------------------------------------------------------
@@ -325,77 +329,6 @@ class ClearTarget:
     model: str | None = None
     cache_salt: str | None = None
     all: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TierStatus:
-    """One lower tier. ``writes_queued`` are objects that wait for their turn; ``counters`` are its own."""
-
-    name: str
-    healthy: bool
-    used_bytes: int
-    reads_in_flight: int
-    writes_in_flight: int = 0
-    writes_queued: int = 0
-    counters: dict[str, int] = field(default_factory=dict[str, int])
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorStatus:
-    """One affinity thread: the clients bound to it and the slices that wait for it."""
-
-    thread: int
-    clients: tuple[str, ...]
-    queued: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestartStatus:
-    """A named arena's life beyond the server's; fields as in the protocol."""
-
-    checking: bool = False
-    refused: str = ""
-    found_objects: int = 0
-    restored_objects: int = 0
-    dropped_objects: int = 0
-    recorded_objects: int = 0
-    waiting_objects: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerStatus:
-    """The server at a glance; fields as in the protocol's GetStatusResponse."""
-
-    server_version: str
-    server_epoch: bytes
-    uptime_ms: int
-    chunk_tokens: int
-    draining: bool
-    arena: ArenaStatus
-    chunks: int
-    spaces: int
-    engines: int
-    clients: int
-    jobs: int
-    pins: int
-    calls_in_flight: int
-    tiers: tuple[TierStatus, ...] = ()
-    executors: tuple[ExecutorStatus, ...] = ()
-    counters: dict[str, int] = field(default_factory=dict[str, int])
-    restart: RestartStatus = RestartStatus()
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """What is there of some chunks. ``tier_ranks`` has for each chunk how many KV ranks' objects which tier says it
-    has; tiers were asked about ``asked_objects`` from the first chunk on, and ``silent_tiers`` did not answer."""
-
-    chunks: tuple[InspectedChunk, ...]
-    keepers: tuple[Keeper, ...]
-    more_keepers: bool
-    tier_ranks: tuple[dict[str, int], ...]
-    asked_objects: int
-    silent_tiers: tuple[str, ...]
 
 
 class AdminApi(Protocol):

@@ -257,8 +257,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     arena, available_bytes = make_arena(settings)
     found = nvidia_devices() if settings.cards else 0
     cards = Cards(arena) if found else None
-    left = left_versions(path)
-    tiers, kept = make_tiers(settings)
+    left, (tiers, kept) = left_versions(path), make_tiers(settings)
     book = make_book(settings, arena.ready_bytes, tuple(tiers), kept)
     recorder = None if path is None else take_over(path, arena, book, left)
     hands = Hands(

@@ -18,7 +18,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.holds import Holds
 from kvgrpc.core.index import IdentityFacts, Index
 from kvgrpc.core.jobs import Jobs
-from kvgrpc.core.keys import space_digest
+from kvgrpc.core.keys import OWN_HASH_ALGORITHM, space_digest
 from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.lookups import Lookups
@@ -29,8 +29,6 @@ from kvgrpc.core.records import Records
 from kvgrpc.core.sessions import Client, Sessions
 from kvgrpc.core.versions import Versioning
 from kvgrpc.core.writes import WriteBehind
-
-OWN_HASH_ALGORITHM = "sha256-u32le"
 
 
 class Bookkeeper:
@@ -45,9 +43,8 @@ class Bookkeeper:
         versions: t.Versions = t.NO_VERSIONS,
         step: int = 1,
     ) -> None:
-        ledger = Ledger(limits)
         self.limits = limits
-        self.ledger = ledger
+        self.ledger = ledger = Ledger(limits)
         self.index = Index(ledger, arena_bytes)
         self.leases = Leases(ledger, self.index)
         self.jobs = Jobs(ledger, self.leases)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from kvgrpc.core.types import SpaceIdentity, SpaceRef
 
+OWN_HASH_ALGORITHM = "sha256-u32le"
+"""Of ``chunk_keys``."""
 SPACE_BASE_BYTES = 16
 KEY_BYTES_MOST = 64
 """Of an engine's own hashes."""

@@ -147,7 +147,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "arena_persist": "true"}, "set arena.persist=false, or mode=daemonset"),
     ({"mode": "sidecar", "disk_size": "1Gi"}, "a sidecar's folders end with its pod; empty it, or set mode=daemonset"),
     ({"cards_enabled": "true", "flags_cards": "false"}, "contradict each other; set one of them"),
-    ({"disk_hostPath": "/mnt/kv"}, "disk.hostPath has no effect without disk.size"),
+    ({"disk_hostPath": "/data/kv"}, "disk.hostPath has no effect without disk.size"),
     ({"disk_size": "1Gi", "disk_hostPath": "/var/lib"}, "disk.hostPath=/var/lib is a folder of the system"),
     ({"disk_size": "1Gi", "disk_hostPath": "/run/kvgrpc"}, "folder of arena.hostPath or disk.hostPath, too"),
     ({"disk_size": "1Gi", "disk_hostPath": "/dev/shm/kvgrpc-arena"}, "are the same folder; name two"),
