@@ -7,15 +7,17 @@ Used on the event loop only, but read from any thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from kvgrpc.runtime.figures import SECONDS, Spread
 
 M = TypeVar("M")
 OK = "OK"
-OPERATOR_SECONDS = (1.0,)
-"""Bounds for operators' calls, which are few: each bound of each method is a series."""
+FEW_SECONDS = (1.0,)
+"""Bounds for operators' calls, which are few, and for streams, which last as they like: each bound of each method is a
+series."""
+STREAMS = ("/Attach", "/Watch", "/ReadChunks")
 
 
 class StatusFigures:
@@ -63,8 +65,7 @@ class MethodFigures:
 class RpcFigures:
     """Calls of all methods, by full path, and refusals by reason."""
 
-    def __init__(self, methods: Iterable[str]) -> None:
-        self.methods = {
-            method: MethodFigures(OPERATOR_SECONDS if "AdminService" in method else SECONDS) for method in methods
-        }
+    def __init__(self, methods: Collection[str]) -> None:
+        few = {method for method in methods if "AdminService" in method or method.endswith(STREAMS)}
+        self.methods = {method: MethodFigures(FEW_SECONDS if method in few else SECONDS) for method in methods}
         self.refusals: Counter[str] = Counter()

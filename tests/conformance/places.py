@@ -130,6 +130,12 @@ class FromThread:
     def record_trace(self) -> AsyncGenerator[api.TracedCalls, None]:
         return _each(self._client.record_trace())
 
+    def read_chunks(self, request: api.ReadChunksRequest) -> AsyncGenerator[api.ReadChunksAnswer, None]:
+        return _each(self._client.read_chunks(request))
+
+    def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
+        return _each(self._client.watch(request))
+
 
 async def _each(stream: Generator[T, None, None]) -> AsyncGenerator[T, None]:
     try:

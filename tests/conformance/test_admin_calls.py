@@ -205,8 +205,9 @@ async def test_so_many_recordings_and_no_more(place: Place, engine: Engine) -> N
 
 async def test_quotas(place: Place, engine: Engine) -> None:
     """Set, asked for, lowered below what is there, and taken away; other tenants notice nothing."""
-    salt = engine.space.cache_salt
-    await engine.store(tokens(4))
+    space = replace(engine.space, cache_salt=f"tenant-{engine.name}")
+    salt = space.cache_salt
+    await engine.store(tokens(4), space=space)
     size = engine.registered.object_bytes
     used = (await place.admin.get_quota(salt)).used_bytes
     assert used >= 4 * size
@@ -214,10 +215,10 @@ async def test_quotas(place: Place, engine: Engine) -> None:
     assert set_.size_bytes == 3 * size
     assert set_.used_bytes <= 3 * size
     assert await place.admin.get_quota(salt) == set_
-    assert 0 < await engine.hit(tokens(4)) < 4 * CHUNK
+    assert 0 < await engine.hit(tokens(4), space=space) < 4 * CHUNK
     assert (await place.admin.set_quota(salt, None)).size_bytes is None
-    await engine.store(tokens(4))
-    assert await engine.hit(tokens(4)) == 4 * CHUNK
+    await engine.store(tokens(4), space=space)
+    assert await engine.hit(tokens(4), space=space) == 4 * CHUNK
     assert await place.admin.get_quota(secrets.token_hex(8)) == Quota(None, 0)
 
 

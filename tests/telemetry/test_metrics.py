@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvgrpc.api import ClearTarget, Hello
+from kvgrpc.api import ClearTarget, Hello, ReadChunksRequest, WatchRequest
 from kvgrpc.client.aio import AioClient
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Policy, Role, SpaceRef, TokenRange
+from kvgrpc.core.types import Policy, Reader, Role, SpaceRef, TokenRange
 from kvgrpc.service.calls import RULES
 from kvgrpc.status import REASON_CODES
 from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of
@@ -90,7 +90,15 @@ async def every_call(server: Watched) -> None:
     recording = admin.record_trace()
     await anext(recording)
     await recording.aclose()
+    await admin.set_quota("tenant", 1 << 20)
+    await admin.get_quota("tenant")
+    watching = admin.watch(WatchRequest())
+    await anext(watching)
+    await watching.aclose()
     answer = await engine.lookup(prompt)
+    await engine.worker.read_objects(
+        ReadChunksRequest(engine.engine_id, answer.job_id, Reader(0, 0), TokenRange(0, CHUNK))
+    )
     await engine.scheduler.query(engine.engine_id, answer.job_id)
     await engine.retrieve(answer, blocks)
     await engine.free(answer)
