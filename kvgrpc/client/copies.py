@@ -131,7 +131,7 @@ class Copies:
         await self._client.close()
 
     def begin(self, copy: Copy) -> None:
-        """Sends the call. Calls are handed to gRPC in the order of ``begin``, which need not be that of their arrival."""
+        """Sends the call. gRPC gets calls in the order of ``begin``; they may arrive in another."""
         task = self.spawn(self._run(copy))
         task.add_done_callback(lambda _: self._let_go(copy))
 

@@ -67,8 +67,7 @@ def test_each_copy_goes_out_once(server: FakeServer, make_worker: MakeWorker) ->
     client.start()
     futures = [client.store(tokens(32), BLOCKS, range=RANGE) for _ in range(50)]
     assert all(future.result(10) == STORED for future in futures)
-    asked = [request.call_id for request in cache.asked("store")]
-    assert sorted(asked) == [future.call_id for future in futures]  # gRPC may bring neighbours in another order
+    assert sorted(request.call_id for request in cache.asked("store")) == [future.call_id for future in futures]
 
 
 def test_without_a_server_copies_fail_at_once(server: FakeServer, make_worker: MakeWorker) -> None:
