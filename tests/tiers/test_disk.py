@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
