@@ -8,8 +8,6 @@ import mmap
 import os
 import random
 import threading
-import time
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -209,18 +207,19 @@ async def test_after_a_restart_usage_and_order_are_those_of_before(tmp_path: Pat
         assert await tier.exists([one.name for one in (a, b, c, d)]) == [True, False, True, True]
 
 
-def let_time_of_files_move() -> None:
+def let_time_of_files_move(probe: Path) -> None:
     """Of two files of one time either may be the older."""
-    now = time.clock_gettime(time.CLOCK_REALTIME_COARSE)
-    while time.clock_gettime(time.CLOCK_REALTIME_COARSE) == now:
-        pass
+    probe.touch()
+    now_ns = probe.stat().st_mtime_ns
+    while probe.stat().st_mtime_ns == now_ns:
+        probe.touch()
 
 
 async def test_a_smaller_limit_holds_from_the_first_write_on(tmp_path: Path) -> None:
     async with opened(tmp_path / "d") as tier:
         for number in range(10):
             await write(tier, str(number), SIZE)
-            let_time_of_files_move()
+            let_time_of_files_move(tmp_path / "probe")
     async with opened(tmp_path / "d", 4 * file_bytes(SIZE)) as tier:
         await write(tier, "new", SIZE)
         assert await tier.usage() <= 4 * file_bytes(SIZE)
