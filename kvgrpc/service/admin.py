@@ -66,11 +66,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def SetQuota(self, request: admin_pb2.SetQuotaRequest, context: object) -> admin_pb2.SetQuotaResponse:
         quota = await self._admin.set_quota(*wire.decode_set_quota_request(request))
-        return admin_pb2.SetQuotaResponse(size_bytes=quota.size_bytes, used_bytes=quota.used_bytes)
+        return admin_pb2.SetQuotaResponse(size_bytes=quota.size_bytes or 0, used_bytes=quota.used_bytes)
 
     async def GetQuota(self, request: admin_pb2.GetQuotaRequest, context: object) -> admin_pb2.GetQuotaResponse:
         quota = await self._admin.get_quota(wire.decode_get_quota_request(request))
-        return admin_pb2.GetQuotaResponse(size_bytes=quota.size_bytes, used_bytes=quota.used_bytes)
+        return admin_pb2.GetQuotaResponse(size_bytes=quota.size_bytes or 0, used_bytes=quota.used_bytes)
 
     async def DrainEngine(
         self, request: admin_pb2.DrainEngineRequest, context: object

@@ -1175,20 +1175,18 @@ class SetQuotaRequest(_message.Message):
     cache_salt: _builtins.str
     """The tenant; empty: requests without a salt."""
     size_bytes: _builtins.int
-    """At least 1; not set: no quota."""
+    """0: no quota."""
     def __init__(
         self,
         *,
         cache_salt: _builtins.str = ...,
-        size_bytes: _builtins.int | None = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "cache_salt", b"cache_salt", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
-    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
 
@@ -1201,22 +1199,20 @@ class SetQuotaResponse(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """The quota; not set: none."""
+    """The quota; 0: none."""
     used_bytes: _builtins.int
     """What the tenant holds in L1."""
     def __init__(
         self,
         *,
-        size_bytes: _builtins.int | None = ...,
+        size_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
-    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
 
@@ -1251,22 +1247,20 @@ class GetQuotaResponse(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """The quota; not set: none."""
+    """The quota; 0: none."""
     used_bytes: _builtins.int
     """What the tenant holds in L1."""
     def __init__(
         self,
         *,
-        size_bytes: _builtins.int | None = ...,
+        size_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
-    _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
 

@@ -370,15 +370,14 @@ def decode_unpin_request(message: pb.UnpinRequest) -> bytes:
 
 
 def encode_set_quota_request(cache_salt: str, size_bytes: int | None) -> pb.SetQuotaRequest:
-    return pb.SetQuotaRequest(cache_salt=cache_salt, size_bytes=size_bytes)
+    size = 0 if size_bytes is None else check_number(size_bytes, "size_bytes", 1, (1 << 63) - 1)
+    return pb.SetQuotaRequest(cache_salt=cache_salt, size_bytes=size)
 
 
 def decode_set_quota_request(message: pb.SetQuotaRequest) -> tuple[str, int | None]:
     """(cache_salt, size_bytes)."""
     salt = check_text(message.cache_salt, "cache_salt", most=512)
-    if not message.HasField("size_bytes"):
-        return salt, None
-    return salt, check_number(message.size_bytes, "size_bytes", 1, (1 << 63) - 1)
+    return salt, check_number(message.size_bytes, "size_bytes", 0, (1 << 63) - 1) or None
 
 
 def decode_get_quota_request(message: pb.GetQuotaRequest) -> str:
@@ -386,7 +385,7 @@ def decode_get_quota_request(message: pb.GetQuotaRequest) -> str:
 
 
 def decode_quota(message: pb.SetQuotaResponse | pb.GetQuotaResponse) -> Quota:
-    return Quota(message.size_bytes if message.HasField("size_bytes") else None, message.used_bytes)
+    return Quota(message.size_bytes or None, message.used_bytes)
 
 
 def decode_drain_request(message: pb.DrainEngineRequest) -> tuple[str, int]:

@@ -225,7 +225,7 @@ def test_admin_acts() -> None:
     for quota in (("salt", 1 << 40), ("", None)):
         assert admin.decode_set_quota_request(over_the_wire(admin.encode_set_quota_request(*quota))) == quota
     for known in (Quota(None, 7), Quota(9, 7)):
-        message = admin_pb2.GetQuotaResponse(size_bytes=known.size_bytes, used_bytes=known.used_bytes)
+        message = admin_pb2.GetQuotaResponse(size_bytes=known.size_bytes or 0, used_bytes=known.used_bytes)
         assert admin.decode_quota(over_the_wire(message)) == known
     assert admin.decode_get_quota_request(admin_pb2.GetQuotaRequest(cache_salt="s")) == "s"
     assert admin.decode_drain_request(admin_pb2.DrainEngineRequest(engine="f" * 16, wait_ms=5)) == ("f" * 16, 5)
