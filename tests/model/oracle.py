@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvgrpc.core.calls import SLICES_LAUNCHED
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, Direction, PrefetchStatus, RunSlice, SliceReport
 
 Rank = int
@@ -182,8 +183,8 @@ class Oracle:
         assert call.results is None, "a copy for a call that is over"
         assert order.pieces, "an empty slice"
         line = [s for s in self.slices.values() if s.client_id == order.client_id]
-        assert len(line) < 2, "three slices of a client at a time"
-        assert order.after == next((s.slice_id for s in line if s.call_id == order.call_id), 0)
+        assert len(line) < SLICES_LAUNCHED, "too many slices of a client at a time"
+        assert order.after == next((s.slice_id for s in reversed(line) if s.call_id == order.call_id), 0)
         assert (order.direction is Direction.RETRIEVE) == (call.job is not None)
         for piece in order.pieces:
             if call.job is None:
