@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import TypeVar, cast
+from typing import cast
 
 from kvgrpc.api import AttachEvent, CacheApi, LookupRequest, StoreRequest
 from kvgrpc.service.calls import CACHE_SERVICE, CURRENT
-from kvgrpc.service.traffic import Traffic
+from kvgrpc.service.traffic import Traffic, until_closed
 from kvgrpc.v1 import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvgrpc.wire import cache as cache_wire
 from kvgrpc.wire import engine as engine_wire
 from kvgrpc.wire import streams as streams_wire
 
-T = TypeVar("T")
 ClientFor = Callable[[str], CacheApi]
 """The cache as the client of that id sees it; the empty id only for Handshake."""
 
@@ -170,27 +169,3 @@ async def session_events(events: AsyncIterator[AttachEvent], traffic: Traffic) -
             task.cancel()
         await asyncio.wait({upcoming})
         await session.aclose()
-
-
-async def until_closed(events: AsyncIterator[T], traffic: Traffic) -> AsyncGenerator[T, None]:
-    """The events, until the server closes its streams. However it ends, ``events`` is closed before this returns."""
-    source = cast("AsyncGenerator[T, None]", events)
-
-    async def next_event() -> T | None:
-        return await anext(source, None)
-
-    closed = asyncio.create_task(traffic.closed.wait())
-    upcoming: asyncio.Task[T | None] | None = None
-    try:
-        while True:
-            upcoming = asyncio.create_task(next_event())
-            await asyncio.wait({upcoming, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not upcoming.done() or (event := upcoming.result()) is None:
-                return
-            yield event
-    finally:
-        closed.cancel()
-        if upcoming is not None:
-            upcoming.cancel()
-            await asyncio.wait({upcoming})
-        await source.aclose()

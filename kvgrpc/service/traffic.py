@@ -73,26 +73,27 @@ class Traffic:
         self.closed.set()
 
 
-async def until_closed(answers: AsyncIterator[T], traffic: Traffic) -> AsyncGenerator[T, None]:
-    """The answers of a stream until the server drains. However it ends, ``answers`` is closed before this returns."""
-    source = cast("AsyncGenerator[T, None]", answers)
+async def until_closed(events: AsyncIterator[T], traffic: Traffic) -> AsyncGenerator[T, None]:
+    """The events, until the server closes its streams. However it ends, ``events`` is closed before this returns."""
+    source = cast("AsyncGenerator[T, None]", events)
 
-    async def step() -> T | None:
+    async def next_event() -> T | None:
         return await anext(source, None)
 
-    draining = asyncio.create_task(traffic.draining.wait())
-    upcoming = asyncio.create_task(step())
+    closed = asyncio.create_task(traffic.closed.wait())
+    upcoming: asyncio.Task[T | None] | None = None
     try:
         while True:
-            await asyncio.wait({upcoming, draining}, return_when=asyncio.FIRST_COMPLETED)
-            if not upcoming.done() or (found := upcoming.result()) is None:
+            upcoming = asyncio.create_task(next_event())
+            await asyncio.wait({upcoming, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not upcoming.done() or (event := upcoming.result()) is None:
                 return
-            yield found
-            upcoming = asyncio.create_task(step())
+            yield event
     finally:
-        draining.cancel()
-        upcoming.cancel()
-        await asyncio.wait({upcoming})
+        closed.cancel()
+        if upcoming is not None:
+            upcoming.cancel()
+            await asyncio.wait({upcoming})
         await source.aclose()
 
 
