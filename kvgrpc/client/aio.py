@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol, TypeVar
@@ -147,16 +148,11 @@ class AioClient:
 
     async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncGenerator[api.AttachEvent, None]:
         request = engine.encode_attach_request(engine_id, role, session_id)
-        stream: Any = self._stubs().engine.Attach(request, metadata=self._metadata)
-        try:
+        with _open(self._stubs().engine.Attach(request, metadata=self._metadata)) as stream:
             async for message in stream:
                 event = engine.decode_attach_response(message)
                 if event is not None:
                     yield event
-        except grpc.aio.AioRpcError as error:
-            raise refusal_from_error(error) from None
-        finally:
-            stream.cancel()
 
     async def register(self, request: api.RegisterRequest, *, timeout_s: float | None = None) -> api.RegisterAnswer:
         stub = self._stubs().engine.RegisterKvCache
@@ -213,14 +209,9 @@ class AioClient:
     ) -> AsyncGenerator[api.ReadChunksAnswer, None]:
         """Parts in their order, checked, and then the results. A stream that ends without them raises."""
         message, timeout = streams.encode_read_request(request), self._copy_s(timeout_s)
-        stream: Any = self._stubs().cache.ReadChunks(message, timeout=timeout, metadata=self._metadata)
-        try:
+        with _open(self._stubs().cache.ReadChunks(message, timeout=timeout, metadata=self._metadata)) as stream:
             async for answer in objects.checked(stream):
                 yield answer
-        except grpc.aio.AioRpcError as error:
-            raise refusal_from_error(error) from None
-        finally:
-            stream.cancel()
 
     async def read_objects(
         self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
@@ -230,16 +221,12 @@ class AioClient:
 
     async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
         """Without a deadline; ends when this watcher is lost, or with the server."""
-        stream: Any = self._stubs().cache.Watch(streams.encode_watch_request(request), metadata=self._metadata)
-        try:
+        message = streams.encode_watch_request(request)
+        with _open(self._stubs().cache.Watch(message, metadata=self._metadata)) as stream:
             async for message in stream:
                 event = streams.decode_watch_response(message)
                 if event is not None:
                     yield event
-        except grpc.aio.AioRpcError as error:
-            raise refusal_from_error(error) from None
-        finally:
-            stream.cancel()
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
@@ -276,14 +263,10 @@ class AioClient:
         return await self._call(stub, message, admin.decode_inspect_response, self.options.copy_s)
 
     async def record_trace(self) -> AsyncGenerator[api.TracedCalls, None]:
-        stream: Any = self._stubs().admin.RecordTrace(admin_pb2.RecordTraceRequest(), metadata=self._metadata)
-        try:
+        request = admin_pb2.RecordTraceRequest()
+        with _open(self._stubs().admin.RecordTrace(request, metadata=self._metadata)) as stream:
             async for message in stream:
                 yield admin.decode_traced_calls(message)
-        except grpc.aio.AioRpcError as error:
-            raise refusal_from_error(error) from None
-        finally:
-            stream.cancel()
 
     async def unpin(self, pin_id: bytes) -> int:
         stub = self._stubs().admin.Unpin
@@ -349,6 +332,17 @@ class AioClient:
             # it may have been sent, so it must not look like a mistake that never was
             raise Refusal(Reason.INTERNAL, f"the call failed in this client: {error!r}") from error
         return decode(response)
+
+
+@contextmanager
+def _open(stream: Any) -> Generator[Any, None, None]:
+    """A stream of answers, which ends with the block; what the server refuses is raised as such."""
+    try:
+        yield stream
+    except grpc.aio.AioRpcError as error:
+        raise refusal_from_error(error) from None
+    finally:
+        stream.cancel()
 
 
 def _nothing(_: object) -> None:
