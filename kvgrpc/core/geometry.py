@@ -95,7 +95,3 @@ class Geometry:
     def block_size(self) -> int:
         """Alignment of token ranges: the largest block size of the groups."""
         return max(g.block_size for g in self.groups)
-
-    @property
-    def order(self) -> str:
-        return "+".join(group.order for group in self.groups)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvgrpc.core import types as t
@@ -24,7 +24,18 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Space, Table
 from kvgrpc.core.keys import part_keys
 from kvgrpc.core.plans import RetrievePlan, StorePlan, WindowStorePlan
-from kvgrpc.core.slicing import ABSENT, AFTER_FAILURE, LOADED, MISSING, RESIDENT, STORED, Known, PartPlan, Plan
+from kvgrpc.core.slicing import (
+    ABSENT,
+    AFTER_FAILURE,
+    LOADED,
+    MISSING,
+    RESIDENT,
+    STORED,
+    Known,
+    PartPlan,
+    Plan,
+    run_lengths,
+)
 from kvgrpc.core.types import ALL, Need
 from kvgrpc.core.types import ChunkOutcome as Outcome
 
@@ -212,12 +223,7 @@ class PartedPlan(Plan):
         """Of a chunk, and the groups (bits) that have it."""
 
     def _results(self) -> tuple[t.ChunkResult, ...]:
-        results: list[t.ChunkResult] = []
-        at = self._chunks.start
-        for (known, groups), run in groupby(map(self._outcome, self._chunks)):
-            results.append(t.ChunkResult(at, len(list(run)), *known, groups))
-            at += results[-1].count
-        return tuple(results)
+        return run_lengths(self._chunks.start, map(self._outcome, self._chunks))
 
     def _of(self, at: int) -> list[tuple[Known, int]]:
         """What became of each part of a chunk that the call is about, and its groups."""

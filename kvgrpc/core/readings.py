@@ -7,7 +7,6 @@ core, so nothing is in flight that the core does not see.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
@@ -15,8 +14,8 @@ from kvgrpc.core.geometry import ALL
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Leases, finish_read
-from kvgrpc.core.plans import AFTER_FAILURE, LOADED, MISSING
 from kvgrpc.core.sessions import Client
+from kvgrpc.core.slicing import AFTER_FAILURE, LOADED, MISSING, run_lengths
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, CoreLimits, Reader, TokenRange
 
@@ -99,8 +98,4 @@ class Reading:
         outcomes = [LOADED] * (self.at - self._first) + ([MISSING] if self.at < hit else [])
         outcomes += [(ChunkOutcome.FAILED, AFTER_FAILURE)] * (hit - self._first - len(outcomes))
         outcomes += [MISSING] * (self._end - self._first - len(outcomes))
-        at, results = self._first, list[ChunkResult]()
-        for known, run in groupby(outcomes):
-            results.append(ChunkResult(at, len(list(run)), *known))
-            at += results[-1].count
-        return tuple(results)
+        return run_lengths(self._first, ((known, 0) for known in outcomes))

@@ -32,6 +32,15 @@ LOADED, MISSING, CLEARED = (Outcome.LOADED, ""), (Outcome.MISSING, ""), (Outcome
 ABSENT = (Outcome.REFUSED, "NULL_BLOCKS")
 
 
+def run_lengths(first: int, outcomes: Iterable[tuple[Known, int]]) -> tuple[t.ChunkResult, ...]:
+    """Results of the chunks from ``first`` on: what became of each, and the groups where they are not alike."""
+    results: list[t.ChunkResult] = []
+    for (known, groups), run in groupby(outcomes):
+        results.append(t.ChunkResult(first, len(list(run)), *known, groups))
+        first += results[-1].count
+    return tuple(results)
+
+
 class Flight(NamedTuple):
     """A slice in flight, one place in the prompt a piece. If it begins inside a chunk (``resumed``) or ends inside one
     (``partial``), it has no other."""
@@ -186,13 +195,9 @@ class PartPlan(Plan):
         self._at, self._offset = self.end, 0
 
     def _results(self) -> tuple[t.ChunkResult, ...]:
-        results: list[t.ChunkResult] = []
-        at = self.first
-        for known, run in groupby(self.outcomes):
-            assert known is not None, "every chunk has an outcome"
-            results.append(t.ChunkResult(at, len(list(run)), *known))
-            at += results[-1].count
-        return tuple(results)
+        known = [(one, 0) for one in self.outcomes if one is not None]
+        assert len(known) == len(self.outcomes), "every chunk has an outcome"
+        return run_lengths(self.first, known)
 
 
 def _named(piece: t.Piece) -> t.Piece:

@@ -123,8 +123,9 @@ def object_names(server: LocalServer, engine: Engine, tokens: api.Tokens, **chan
     space: SpaceRef = changes.get("space", engine.space)
     digest = space_digest(space)
     keys = chunk_keys(digest, tokens.data, server.limits.chunk_tokens)
-    order = check_layout(engine.registration().layout, server.limits.chunk_tokens).order
-    return [object_name(digest, changes.get("generation", 0), key, engine.parallel[0], order) for key in keys]
+    chunk_tokens = server.limits.chunk_tokens
+    (part,) = check_layout(engine.registration().layout, chunk_tokens).parts(chunk_tokens)
+    return [object_name(digest, changes.get("generation", 0), key, engine.parallel[0], part.order) for key in keys]
 
 
 async def keep_in_tier(server: LocalServer, engine: Engine, tokens: api.Tokens) -> list[str]:
