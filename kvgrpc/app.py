@@ -244,6 +244,27 @@ def make_arena(settings: Settings) -> tuple[Arena, int]:
     return arena, available_bytes
 
 
+def make_hands(
+    settings: Settings,
+    mover: Mover,
+    arena: Arena,
+    affinity: AffinityExecutor,
+    tiers: dict[str, Tier],
+    kept: KeptVersions,
+) -> Hands:
+    return Hands(
+        mover=mover,
+        arena=arena,
+        affinity=affinity,
+        cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
+        tiers=tiers,
+        save_versions=kept.save if kept.outlive else None,
+        flush_s=settings.flush_ms / 1000,
+        chunk_streams=settings.chunk_streams,
+        watchers=settings.watchers,
+    )
+
+
 async def close_all(driver: Driver, recorder: Recorder | None, arena: Arena) -> None:
     """Harmless when repeated; whoever may start next waits for all of it."""
     await driver.close()
@@ -260,16 +281,8 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     left, (tiers, kept) = left_versions(path), make_tiers(settings)
     book = make_book(settings, arena.ready_bytes, tuple(tiers), kept)
     recorder = None if path is None else take_over(path, arena, book, left)
-    hands = Hands(
-        mover=make_mover(settings, arena, cards),
-        arena=arena,
-        affinity=AffinityExecutor(settings.gpu_workers(found)),
-        cpu_pool=ThreadPoolExecutor(settings.cpu_workers(), thread_name_prefix="kvgrpc-cpu"),
-        tiers=tiers,
-        save_versions=kept.save if kept.outlive else None,
-        flush_s=settings.flush_ms / 1000,
-    )
-    hands.chunk_streams, hands.watchers = settings.chunk_streams, settings.watchers
+    affinity = AffinityExecutor(settings.gpu_workers(found))
+    hands = make_hands(settings, make_mover(settings, arena, cards), arena, affinity, tiers, kept)
     facts = ServerFacts(__version__, host_id(), settings.message_size)
     shown = Shown(telemetry_options(settings, facts), hands)
     driver = shown.driver = Driver(book, limits, hands, facts)
@@ -283,7 +296,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
         server_options(settings),
         client_for,
         DriverAdmin(driver),
-        busy_s=hands.affinity.longest_busy_s,
+        busy_s=affinity.longest_busy_s,
         at_rest=partial(close_all, driver, recorder, arena),
     )
     server.admit = None if admission is None else admission.admit

@@ -332,9 +332,8 @@ class Driver:
             self.pump()
 
     def _slice_ended(self, work: RunSlice, report: SliceReport) -> None:
-        self.copied_bytes[work.direction] += sum(
-            [span[1] - span[0] for _, _, span, *_ in work.pieces[: report.completed]]
-        )
+        start, end = work.pieces[0].span  # of all pieces: one that is cut is alone in its slice
+        self.copied_bytes[work.direction] += (end - start) * report.completed
         self.book.slice_done(self.now(), work.slice_id, report)
         self._copying[work.client_id] = SLICES_LAUNCHED if self._slices.launches(work) else SLICES_AHEAD
         if self._closing is None:  # else the threads that would go on are ending
