@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.worker import WorkerClient, WorkerOptions
     from kvgrpc.config.places import UntrustedSocketError
     from kvgrpc.core.errors import Reason, Refusal
+    from kvgrpc.core.inspection import InspectedChunk, Keeper
     from kvgrpc.core.types import (
         NULL_BLOCK,
         ArenaStatus,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
         Policy,
         PrefetchStatus,
         Priority,
+        Quota,
         Reader,
         Role,
         SpaceIdentity,
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
         TokenRange,
         Warmed,
     )
+    from kvgrpc.operators import CallKind, Inspection, RestartStatus, TracedCall, TracedCalls
     from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
     from kvgrpc.transfer.layout import stored_form
 
@@ -108,10 +111,12 @@ _NAMES = {
     "kvgrpc.client.worker": "WorkerClient WorkerOptions",
     "kvgrpc.config.places": "UntrustedSocketError",
     "kvgrpc.core.errors": "Reason Refusal",
+    "kvgrpc.core.inspection": "InspectedChunk Keeper",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer NULL_BLOCK "
-        "Policy PrefetchStatus Priority Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
+        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
     ),
+    "kvgrpc.operators": "CallKind Inspection RestartStatus TracedCall TracedCalls",
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
     "kvgrpc.transfer.layout": "stored_form",
 }
@@ -126,6 +131,7 @@ __all__ = [
     "AttachEvent",
     "BlockForm",
     "BreakerSettings",
+    "CallKind",
     "ChannelOptions",
     "ChunkOutcome",
     "ChunkPart",
@@ -147,6 +153,9 @@ __all__ = [
     "Hashes",
     "Held",
     "Hello",
+    "InspectedChunk",
+    "Inspection",
+    "Keeper",
     "KvForm",
     "KvGroup",
     "Layout",
@@ -161,6 +170,7 @@ __all__ = [
     "Policy",
     "PrefetchStatus",
     "Priority",
+    "Quota",
     "ReadChunksRequest",
     "Reader",
     "Ready",
@@ -168,6 +178,7 @@ __all__ = [
     "Refusal",
     "RegisterAnswer",
     "RegisterRequest",
+    "RestartStatus",
     "RetrieveRequest",
     "Role",
     "Runs",
@@ -183,6 +194,8 @@ __all__ = [
     "TierStatus",
     "TokenRange",
     "Tokens",
+    "TracedCall",
+    "TracedCalls",
     "UntrustedSocketError",
     "Warmed",
     "WatchEvent",

@@ -55,7 +55,7 @@ def test_shared_memory_is_full() -> None:
         rounds, longest_s = other.stop_traffic()
         assert rounds > 10 and longest_s < 2
         assert witness.do("load", 30, CHUNKS, BLOCKS) == CHUNKS
-        server.assert_well()
+        server.assert_well(apart_from="the arena's index cannot be written")
 
 
 @needs_mounts
