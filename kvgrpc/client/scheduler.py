@@ -113,6 +113,12 @@ class SchedulerClient:
         """Of the last server seen; 0 before the first."""
         return self._session.chunk_tokens if self._session is not None else 0
 
+    @property
+    def space_base(self) -> bytes:
+        """Names the engine's space at the server; empty while there is no session."""
+        attachment = self._session.attachment if self._session is not None else None
+        return attachment.space_base if attachment is not None else b""
+
     # ---- lookups ----------------------------------------------------------------------------------------------------
 
     def try_lookup(

@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
-from kvgrpc.engines.vllm.events import Announcer, Removed, Stored
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvgrpc.api import WatchEvent, WatchKind
+from kvgrpc.engines.vllm.events import Announcer, Departures, Removed, Stored
 from kvgrpc.engines.vllm.metadata import Report
+from kvgrpc.engines.vllm.ports import chunk_keys
 from tests.engines.fakes import BLOCK, CHUNK, Desk, FakeRequest, desk
 
 
@@ -90,19 +96,90 @@ def test_a_reset_tells_that_all_is_gone():
     assert announcer.take()[1:] == [Removed(tuple(request.block_hashes))]
 
 
+def test_a_hit_tells_what_others_stored():
+    d, announcer = telling()
+    d.client.hit = 2 * CHUNK
+    request = d.arrive("r", 100)
+    d.scheduler.matched(request, 0)
+    d.scheduler.allocated(request, 2 * CHUNK)
+    told = announcer.take()
+    assert all(isinstance(each, Stored) for each in told)
+    assert [block for each in told for block in each.hashes] == request.block_hashes[: 2 * CHUNK // BLOCK]
+
+
+@dataclass
+class Watched:
+    """A server as its watcher tells of it."""
+
+    space_base: bytes = b"base"
+    events: list[WatchEvent] = field(default_factory=list[WatchEvent])
+
+    def say(self, kind: WatchKind, *keys: bytes, base: bytes = b"base") -> None:
+        self.events.append(WatchEvent(0, kind, space_base=base, keys=keys))
+
+    def take(self) -> list[WatchEvent]:
+        taken, self.events = self.events, []
+        return taken
+
+
+def watched() -> tuple[Watched, Announcer, Departures, list[bytes]]:
+    """A request of three chunks of two blocks, and the chunks' keys."""
+    announcer, request, server = Announcer(BLOCK, BLOCK), FakeRequest("r", 6 * BLOCK), Watched()
+    announcer.stored(request, 0, 6 * BLOCK, 2 * BLOCK)
+    announcer.take()
+    return server, announcer, Departures([(server, server)]), list(chunk_keys(request, 2 * BLOCK, BLOCK, 0, 3))
+
+
+def test_what_a_server_drops_is_told_once():
+    server, announcer, departures, keys = watched()
+    server.say(WatchKind.REMOVED, keys[2], keys[1])
+    departures.tell(announcer)
+    departures.tell(announcer)
+    hashes = FakeRequest("r", 6 * BLOCK).block_hashes
+    assert announcer.take() == [Removed((*hashes[4:6], *hashes[2:4]))]
+    server.say(WatchKind.REMOVED, keys[2])
+    departures.tell(announcer)
+    assert announcer.take() == []
+
+
+def test_what_came_back_meanwhile_is_not_told_as_gone():
+    server, announcer, departures, keys = watched()
+    server.say(WatchKind.REMOVED, *keys)
+    server.say(WatchKind.STORED, keys[0])
+    departures.tell(announcer)
+    (told,) = announcer.take()
+    assert told.hashes == tuple(FakeRequest("r", 6 * BLOCK).block_hashes[2:])
+
+
+def test_other_spaces_are_nothing_of_ours():
+    server, announcer, departures, keys = watched()
+    server.say(WatchKind.REMOVED, *keys, base=b"other")
+    server.say(WatchKind.CLEARED, base=b"other")
+    departures.tell(announcer)
+    assert announcer.take() == []
+
+
+@pytest.mark.parametrize("kind", [WatchKind.CLEARED, WatchKind.LOST, WatchKind.STARTED])
+def test_all_is_gone_when_the_space_is_cleared_or_something_was_missed(kind: WatchKind):
+    server, announcer, departures, _ = watched()
+    server.say(kind)
+    departures.tell(announcer)
+    assert announcer.take() == [Removed(tuple(FakeRequest("r", 6 * BLOCK).block_hashes))]
+
+
 def test_the_oldest_are_given_up_when_there_are_too_many():
     announcer = Announcer(BLOCK, BLOCK, most=4)
     first, second = FakeRequest("a", 48), FakeRequest("b", 48)
     second.all_token_ids = list(range(1000, 1048))
-    announcer.stored(first, 0, 48)
-    announcer.stored(second, 0, 48)
-    assert announcer.take()[2] == Removed(tuple(first.block_hashes[:2]))
+    announcer.stored(first, 0, 48, BLOCK)
+    announcer.stored(second, 0, 48, BLOCK)
+    assert announcer.take()[2:] == [Removed((first.block_hashes[0],)), Removed((first.block_hashes[1],))]
 
 
 def test_hashes_of_parts_of_a_block():
     announcer = Announcer(2 * BLOCK, BLOCK)
     request = FakeRequest("r", 96)
-    announcer.stored(request, 32, 96)
+    announcer.stored(request, 32, 96, 2 * BLOCK)
     (told,) = announcer.take()
     assert isinstance(told, Stored)
     assert told.hashes == (request.block_hashes[3], request.block_hashes[5])

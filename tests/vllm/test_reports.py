@@ -11,6 +11,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvgrpc.client import ClearTarget, Client
+from tests.served import wait_until
 from tests.vllm.bench import Bench, prompt
 
 A = prompt(3, 500)
@@ -52,8 +53,23 @@ def test_routers_hear_what_is_gone_when_a_lookup_finds_out(bench: Bench, told: l
     stored = blocks(ours(told, BlockStored))
     told.clear()
     bench.say(A)
-    assert blocks(ours(told, BlockRemoved)) == stored[:15]  # of the 500 tokens that were looked up
+    assert blocks(ours(told, BlockRemoved))[:15] == stored[:15]  # 15: of the 500 tokens that were looked up
     assert blocks(ours(told, BlockStored)) == stored
+
+
+def test_routers_hear_what_a_server_evicts(bench: Bench, told: list[Any]):
+    """Without a lookup of it: at the next step, whatever that computes."""
+    bench.say(A)
+    stored = set(blocks(ours(told, BlockStored)))
+    told.clear()
+    with Client(bench.served.address) as client:
+        client.clear(ClearTarget(all=True))
+
+    def gone() -> bool:
+        bench.say(prompt(5, 10))
+        return set(blocks(ours(told, BlockRemoved))) >= stored
+
+    wait_until(gone, 20)
 
 
 def test_routers_hear_of_a_reset(bench: Bench, told: list[Any]):

@@ -38,11 +38,12 @@ from kvgrpc.client import (
     SchedulerClient,
     SchedulerOptions,
     UntrustedSocketError,
+    Watcher,
     WorkerClient,
     default_address,
 )
 from kvgrpc.config.python import hash_seed
-from kvgrpc.engines.vllm.events import Announcer
+from kvgrpc.engines.vllm.events import Announcer, Departures
 from kvgrpc.engines.vllm.memory import preferred_layout, share
 from kvgrpc.engines.vllm.metadata import Report, Step
 from kvgrpc.engines.vllm.metrics import PromMetrics, Stats, as_vllm
@@ -123,6 +124,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
         check_nodes(self._facts.strategy, nodes, len(self._addresses))
         self._scheduler: Scheduler | None = None
         self._clients: tuple[SchedulerClient, ...] = ()
+        self._watchers: tuple[Watcher, ...] = ()
         self._worker = Worker(None, self._facts.form.block_size, writes=False)
         if role is KVConnectorRole.SCHEDULER:
             for note in self._facts.notes:
@@ -185,6 +187,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._scheduler.announcer = Announcer(terms.block_size, terms.hash_block_size)
+            self._watchers = tuple(map(Watcher, self._addresses))
+            self._departures = Departures(tuple(zip(self._clients, self._watchers, strict=True)))
+            for watcher in self._watchers:
+                watcher.start()
         for address, client in zip(self._addresses, self._clients, strict=True):
             wait_s = options.start_timeout_ms / 1000 / len(self._clients)
             self._say_start(address, client.start(wait_s), client.problem)
@@ -239,7 +245,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         announcer = self._of_scheduler.announcer
-        return list(as_vllm(announcer.take(), self._facts.form.block_size)) if announcer is not None else ()
+        if announcer is None:
+            return ()
+        self._departures.tell(announcer)
+        return list(as_vllm(announcer.take(), self._facts.form.block_size))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         counts: dict[str, int] = scheduler_output.num_scheduled_tokens
@@ -254,6 +263,9 @@ class KvgrpcConnector(KVConnectorBase_V1):
         return StepMetadata(self._of_scheduler.step(scheduled))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        announcer = self._of_scheduler.announcer
+        if announcer is not None:
+            self._departures.tell(announcer)  # what has gone before this step's stores are told of
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, WorkerReport) else None
         self._of_scheduler.update(
@@ -353,7 +365,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        for client in self._clients:
-            client.close()
+        for one in (*self._clients, *self._watchers):
+            one.close()
         self._worker.send()
         self._worker.close(CLOSE_S)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers are told of the cache: which blocks of this engine can be loaded from it, by vLLM's block hashes.
+"""What routers are told of the cache: which blocks of this engine lie in its memory, by vLLM's block hashes.
 
-The server does not report what it evicts. That blocks are gone is told when a lookup finds out, when the cache is
-reset, and of the oldest when more than ``most`` are told of.
+That blocks are gone is told when a server says so (Departures), when a lookup finds out, when the cache is reset, and
+of the oldest when more than ``most`` are told of. Blocks come and go by chunks of the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
-from kvgrpc.engines.vllm.ports import Request
+from kvgrpc.api import WatchEvent, WatchKind
+from kvgrpc.engines.vllm.ports import Request, chunk_keys
 
 MOST = 1 << 17
 
@@ -39,13 +41,15 @@ class Announcer:
 
     def __init__(self, block_size: int, hash_block_size: int, most: int = MOST) -> None:
         self._block_size = block_size
-        self._step = block_size // hash_block_size
+        self._hash_block_size = hash_block_size
         self._most = most
-        self._told: dict[bytes, None] = {}
+        self._told: dict[bytes, tuple[bytes, ...]] = {}
+        """The blocks of each chunk that is there, by the chunk's key, the oldest first."""
+        self._blocks = 0
         self._events: list[Stored | Removed] = []
 
-    def stored(self, request: Request, start: int, end: int) -> None:
-        """The tokens ``start`` to ``end`` can be found from now on."""
+    def stored(self, request: Request, start: int, end: int, chunk: int) -> None:
+        """The tokens ``start`` to ``end`` can be found from now on, in chunks of ``chunk`` tokens."""
         first, last = start // self._block_size, end // self._block_size
         if last <= first:
             return
@@ -53,31 +57,85 @@ class Announcer:
         parent = self._hashes(request, first - 1, first)[0] if first else None
         tokens = tuple(islice(request.all_token_ids, first * self._block_size, last * self._block_size))
         self._events.append(Stored(request, first * self._block_size, hashes, parent, tokens))
-        for block in hashes:
-            self._told.pop(block, None)
-            self._told[block] = None
-        self._remove(list(islice(self._told, max(0, len(self._told) - self._most))))
+        each = chunk // self._block_size
+        for at, key in enumerate(self._keys(request, chunk, start, end)):
+            self._drop(key)
+            self._told[key] = hashes[at * each : (at + 1) * each]
+            self._blocks += each
+        oldest = iter(tuple(self._told) if self._blocks > self._most else ())
+        while self._blocks > self._most:
+            self.gone([next(oldest)])
 
-    def looked_up(self, request: Request, hit_tokens: int) -> None:
-        """All servers have answered, and have so much of it."""
-        end = len(request.block_hashes) // self._step
-        self._remove(self._hashes(request, hit_tokens // self._block_size, end))
+    def looked_up(self, request: Request, hit_tokens: int, chunk: int) -> None:
+        """All servers have answered, and have so much of it: what was not known of that is told."""
+        if not chunk:
+            return
+        for at, key in enumerate(self._keys(request, chunk, 0, hit_tokens)):
+            if key not in self._told:
+                self.stored(request, at * chunk, (at + 1) * chunk, chunk)
+        self.gone(self._keys(request, chunk, hit_tokens, len(request.block_hashes) * self._hash_block_size))
 
-    def reset(self) -> None:
-        self._remove(list(self._told))
+    def gone(self, keys: Iterable[bytes]) -> None:
+        """Chunks cannot be loaded from memory any more."""
+        removed = tuple(block for key in keys for block in self._drop(key))
+        if removed:
+            self._events.append(Removed(removed))
+
+    def forget(self) -> None:
+        """Nothing is known to be there."""
+        self.gone(tuple(self._told))
 
     def take(self) -> list[Stored | Removed]:
         events, self._events = self._events, []
         return events
 
+    def _drop(self, key: bytes) -> tuple[bytes, ...]:
+        blocks = self._told.pop(key, ())
+        self._blocks -= len(blocks)
+        return blocks
+
+    def _keys(self, request: Request, chunk: int, start: int, end: int) -> tuple[bytes, ...]:
+        return chunk_keys(request, chunk, self._hash_block_size, start // chunk, end // chunk)
+
     def _hashes(self, request: Request, first: int, last: int) -> tuple[bytes, ...]:
         """A block's hash is that of its last part."""
-        hashes = request.block_hashes
-        return tuple(bytes(hashes[(at + 1) * self._step - 1]) for at in range(first, last))
+        hashes, step = request.block_hashes, self._block_size // self._hash_block_size
+        return tuple(bytes(hashes[(at + 1) * step - 1]) for at in range(first, last))
 
-    def _remove(self, hashes: Iterable[bytes]) -> None:
-        gone = tuple(block for block in hashes if block in self._told)
-        for block in gone:
-            del self._told[block]
-        if gone:
-            self._events.append(Removed(gone))
+
+class Place(Protocol):
+    """What is used of a SchedulerClient."""
+
+    @property
+    def space_base(self) -> bytes: ...
+
+
+class Changes(Protocol):
+    """What is used of a Watcher."""
+
+    def take(self) -> list[WatchEvent]: ...
+
+
+class Departures:
+    """What servers say has gone from their memory. A chunk that is gone at one of them is gone: a prefix is loaded from
+    all. Where the server hashes token ids itself no key is known here, and only a Clear is understood."""
+
+    def __init__(self, places: Sequence[tuple[Place, Changes]]) -> None:
+        self._places = tuple(places)
+
+    def tell(self, announcer: Announcer) -> None:
+        for place, changes in self._places:
+            gone: dict[bytes, None] = {}
+            for event in changes.take():
+                if event.kind in (WatchKind.STARTED, WatchKind.LOST):  # what happened before is not known
+                    announcer.forget()
+                elif event.space_base != place.space_base:
+                    continue
+                elif event.kind is WatchKind.CLEARED:
+                    announcer.forget()
+                elif event.kind is WatchKind.REMOVED:
+                    gone.update(dict.fromkeys(event.keys))
+                elif event.kind is WatchKind.STORED:
+                    for key in event.keys:
+                        gone.pop(key, None)
+            announcer.gone(gone)

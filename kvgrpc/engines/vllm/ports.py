@@ -27,6 +27,14 @@ class Request(Protocol):
     def kv_transfer_params(self) -> dict[str, object] | None: ...
 
 
+def chunk_keys(request: Request, chunk: int, hash_block_size: int, first: int, end: int) -> tuple[bytes, ...]:
+    """The last block's hash of each of the chunks ``first`` to ``end``, of ``chunk`` tokens. The chunk's size is
+    part of a key, so that keys that were made for one server can never name other tokens at its successor."""
+    hashes, step = request.block_hashes, chunk // hash_block_size
+    size = chunk.to_bytes(4, "little")
+    return tuple(bytes(hashes[at * step - 1]) + size for at in range(first + 1, end + 1))
+
+
 class Blocks(Protocol):
     """vLLM's block tables and block pool."""
 

@@ -24,7 +24,7 @@ from kvgrpc.api import Content, Hashes, Tokens
 from kvgrpc.engines.vllm.events import Announcer
 from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
 from kvgrpc.engines.vllm.options import Wish, parse_wish
-from kvgrpc.engines.vllm.ports import Blocks, Request, Terms
+from kvgrpc.engines.vllm.ports import Blocks, Request, Terms, chunk_keys
 from kvgrpc.engines.vllm.servers import Asked, Found, Servers
 
 log = logging.getLogger("vllm.kvgrpc")
@@ -57,13 +57,14 @@ class Tracked:
 @dataclass(slots=True)
 class Held:
     """Blocks of a save, and how many workers still have to let go of them. ``findable``: up to which token the save can
-    be found once they have, as far as known."""
+    be found once they have, as far as known. ``chunk``: tokens of a chunk of it."""
 
     blocks: tuple[int, ...]
     workers: int
     request: Request
     start: int
     findable: int
+    chunk: int
 
 
 class Scheduler:
@@ -148,7 +149,7 @@ class Scheduler:
         if result is not None and result.hit_tokens:
             self._count_stored(tracked, result.hit_tokens)
         if result is not None and result.complete and self.announcer is not None:
-            self.announcer.looked_up(request, result.hit_tokens)
+            self.announcer.looked_up(request, result.hit_tokens, self._servers.chunk_tokens)
         if not external:
             if result is not None and result.pinned:
                 self._servers.free(request.request_id)
@@ -226,11 +227,7 @@ class Scheduler:
         return Hashes(self._keys(request, chunk, 0, tokens // chunk), request.num_tokens)
 
     def _keys(self, request: Request, chunk: int, first: int, end: int) -> tuple[bytes, ...]:
-        """The last block's hash of each chunk. The chunk's size is part of a key, so that keys that were made for one
-        server can never name other tokens at its successor."""
-        hashes, step = request.block_hashes, chunk // self._terms.hash_block_size
-        size = chunk.to_bytes(4, "little")
-        return tuple(bytes(hashes[at * step - 1]) + size for at in range(first + 1, end + 1))
+        return chunk_keys(request, chunk, self._terms.hash_block_size, first, end)
 
     def _salt(self, request: Request) -> str:
         """vLLM's block hashes contain the salt."""
@@ -281,7 +278,7 @@ class Scheduler:
             policy=tracked.wish.policy,
         )
         self._blocks().hold(blocks)
-        self._held[save_id] = Held(blocks, self._terms.workers, tracked.request, save.start, save.end)
+        self._held[save_id] = Held(blocks, self._terms.workers, tracked.request, save.start, save.end, chunk)
         self._held_blocks += len(blocks)
         tracked.stored = end
         step.saves.append(save)
@@ -332,7 +329,7 @@ class Scheduler:
                 self._held_blocks -= len(held.blocks)
                 self._blocks().release(held.blocks)
                 if self.announcer is not None:
-                    self.announcer.stored(held.request, held.start, held.findable)
+                    self.announcer.stored(held.request, held.start, held.findable, held.chunk)
         if report.unusable and not self.unusable:
             self.unusable = True
             self._tell("a worker cannot share its KV memory: this engine runs without the cache")
@@ -349,7 +346,7 @@ class Scheduler:
         """What was computed so far is no longer to be found or stored."""
         self._resets += 1
         if self.announcer is not None:
-            self.announcer.reset()
+            self.announcer.forget()
         for request_id, tracked in self._requests.items():
             tracked.cacheable = False
             if tracked.load is None:
