@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.room import available_memory, free_huge_pages
 from kvgrpc.transfer.routed import RoutedMover
 from kvgrpc.transfer.shm import SharedMemoryMover
+
+SWITCH_S = 0.0005
+"""The interpreter's switch interval. With its own 5 ms a client's thread waits until the loop has planned what comes
+behind the slice that the thread is to copy: 2.4 ms in a Store of 512 chunks, now 0.8. The loop waits as long for
+threads that hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +326,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
             )
         )
 
+    sys.setswitchinterval(SWITCH_S)
     metrics, loop = "", asyncio.get_running_loop()
     arena.fill(partial(loop.call_soon_threadsafe, book.grow), cards.pin if cards is not None else None)
     freezer = Freezer(lambda: server.traffic.limited_calls == 0)

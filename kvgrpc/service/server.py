@@ -41,8 +41,9 @@ MESSAGE_SLACK_BYTES = MIB
 
 PING_INTERVAL_MS = 10_000
 LOOKAHEAD_BYTES = 4 * MIB
-"""What a peer may send ahead in one call. gRPC's own 64 KiB make a long prompt wait for acknowledgements: a message of
-1 MiB takes 1.35 ms with this, 2.2 without."""
+"""What a peer may send ahead in one call. gRPC's own 64 KiB make a long prompt wait for acknowledgements, and so do its
+probes of the bandwidth, which make the window small again: without both, and in frames of a mebibyte instead of 16 KiB,
+a message of 512 KiB takes 2.6 ms where it took 3.3, one of 2 MiB 5.3 where it took 9.1 (two slow cores)."""
 STOP_S = 1.0
 """What calls that outlived the drain get to end, and again after they were cancelled."""
 
@@ -238,6 +239,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.max_frame_size", MIB),
     ]
 
 
