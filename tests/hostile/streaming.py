@@ -15,7 +15,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,7 @@ async def live(address: str, act: str, prompt: int, chunks: int, parts: int) -> 
         await anext(session)
         space = SpaceRef((await client.handshake(api.Hello(identity=identity))).space_base)
 
-        async def stopping(stream: AsyncIterator[Any]) -> Any:
+        async def stopping(stream: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
             count = 0
             async for one in stream:
                 if count == parts:
