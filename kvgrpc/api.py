@@ -278,6 +278,21 @@ class StoreRequest:
     policy: Policy = DEFAULT_POLICY
 
 
+@dataclass(frozen=True, slots=True)
+class WriteChunksRequest:
+    """What is stored by a stream of parts: the chunks of ``range`` (None = all of the content), each of
+    ``object_bytes``, whose runs are in ``order``."""
+
+    engine_id: str
+    space: SpaceRef
+    content: Content
+    object_bytes: int
+    order: str
+    kv_rank: int = 0
+    range: TokenRange | None = None
+    policy: Policy = DEFAULT_POLICY
+
+
 RetrieveRequest = RetrieveCommand
 FreeRequest = FreeCommand
 
@@ -312,6 +327,10 @@ class CacheApi(Protocol):
     def read_chunks(self, request: ReadChunksRequest) -> AsyncIterator[ReadChunksAnswer]:
         """Closing the iterator (``aclose``) ends the stream."""
         ...
+
+    async def write_chunks(
+        self, request: WriteChunksRequest, parts: AsyncIterator[ChunkPart]
+    ) -> tuple[ChunkResult, ...]: ...
 
     def watch(self, request: WatchRequest) -> AsyncIterator[WatchEvent]:
         """Closing the iterator (``aclose``) ends the stream."""

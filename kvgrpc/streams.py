@@ -57,13 +57,15 @@ class ReadChunksRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Bytes of an object from ``offset`` on; ``object_bytes`` is its length, ``checksum`` the CRC-32 of ``data``."""
+    """Bytes of an object from ``offset`` on; ``object_bytes`` is its length, ``checksum`` the CRC-32 of ``data``.
+    The first part of what is read says in which ``order`` the object's runs are."""
 
     chunk: int
     offset: int
     object_bytes: int
     checksum: int
     data: bytes
+    order: str = ""
 
 
 ReadChunksAnswer = ChunkPart | tuple[ChunkResult, ...]

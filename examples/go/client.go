@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A scheduler in Go: finds what another engine has stored. examples/README.md says what it does, step by step.
+// A scheduler in Go: finds and reads what another engine has stored, and stores it again without shared memory.
+// examples/README.md says what it does, step by step.
 //
 //	client unix:/run/kvgrpc/kvgrpc.sock        # or 127.0.0.1:50051
 package main
@@ -9,10 +10,13 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash/crc32"
+	"io"
 	"os"
 	"time"
 
@@ -34,10 +38,10 @@ func identity(hashAlgorithm string) *kv.SpaceIdentity {
 	}
 }
 
-func tokens() *kv.Content {
+func tokens(first uint32) *kv.Content {
 	ids := make([]uint32, 600)
 	for at := range ids {
-		ids[at] = uint32(1000 + at)
+		ids[at] = first + uint32(at)
 	}
 	return &kv.Content{Kind: &kv.Content_Tokens{Tokens: &kv.TokenIds{Ids: ids}}}
 }
@@ -127,6 +131,98 @@ func (c *client) free(job []byte) (uint32, error) {
 	return answer.GetReleasedPins(), err
 }
 
+// read takes the objects of a hit as parts, in order.
+func (c *client) read(job []byte, hitTokens uint32) ([]*kv.ChunkPart, error) {
+	ctx, cancel := c.call()
+	defer cancel()
+	stream, err := c.cache.ReadChunks(ctx, &kv.ReadChunksRequest{
+		EngineId: c.engineID, JobId: job, Reader: &kv.Reader{}, Range: &kv.TokenRange{End: hitTokens},
+	})
+	if err != nil {
+		return nil, err
+	}
+	var parts []*kv.ChunkPart
+	whole := false
+	for {
+		answer, err := stream.Recv()
+		switch {
+		case err == io.EOF && whole:
+			return parts, nil
+		case err == io.EOF:
+			return nil, errors.New("the stream was torn: its last message is missing")
+		case err != nil:
+			return nil, err
+		case answer.Part == nil:
+			whole = true // the results, which come last
+		case crc32.ChecksumIEEE(answer.Part.Data) != answer.Part.Checksum:
+			return nil, errors.New("bytes were damaged on the way")
+		default:
+			parts = append(parts, answer.Part)
+		}
+	}
+}
+
+// write stores the chunks that come as parts under other content; how many were stored.
+func (c *client) write(spaceBase []byte, content *kv.Content, parts []*kv.ChunkPart) (uint32, error) {
+	ctx, cancel := c.call()
+	defer cancel()
+	stream, err := c.cache.WriteChunks(ctx)
+	if err != nil {
+		return 0, err
+	}
+	begin := &kv.ChunksToWrite{
+		EngineId: c.engineID, Space: &kv.SpaceRef{SpaceBase: spaceBase}, Content: content,
+		ObjectBytes: parts[0].ObjectBytes, Order: parts[0].Order,
+	}
+	err = stream.Send(&kv.WriteChunksRequest{Kind: &kv.WriteChunksRequest_Begin{Begin: begin}})
+	for at := 0; at < len(parts) && err == nil; at++ { // io.EOF: the server has ended it, and CloseAndRecv says why
+		err = stream.Send(&kv.WriteChunksRequest{Kind: &kv.WriteChunksRequest_Part{Part: parts[at]}})
+	}
+	answer, err := stream.CloseAndRecv()
+	if err != nil {
+		return 0, err
+	}
+	stored := uint32(0)
+	for _, result := range answer.Results {
+		if result.Outcome == kv.ChunkOutcome_CHUNK_OUTCOME_STORED {
+			stored += result.Count
+		}
+	}
+	return stored, nil
+}
+
+// copied reads a prompt and stores its bytes as those of another, whose first token is answered.
+func (c *client) copied(spaceBase []byte) (*copyReport, error) {
+	found, err := c.lookup("to-read", spaceBase, tokens(1000))
+	if err != nil {
+		return nil, err
+	}
+	parts, err := c.read(found.JobId, found.Status.HitTokens)
+	if err != nil {
+		return nil, err
+	}
+	report := &copyReport{FirstToken: 1<<20 + binary.LittleEndian.Uint32(random(4))>>1}
+	for _, part := range parts {
+		report.ReadBytes += len(part.Data)
+	}
+	if report.StoredChunks, err = c.write(spaceBase, tokens(report.FirstToken), parts); err != nil {
+		return nil, err
+	}
+	again, err := c.lookup("written", spaceBase, tokens(report.FirstToken))
+	if err != nil {
+		return nil, err
+	}
+	report.HitTokens = again.Status.HitTokens
+	return report, nil
+}
+
+type copyReport struct {
+	ReadBytes    int    `json:"read_bytes"`
+	StoredChunks uint32 `json:"stored_chunks"`
+	HitTokens    uint32 `json:"hit_tokens"`
+	FirstToken   uint32 `json:"first_token"`
+}
+
 type refusal struct {
 	Code   string `json:"code"`
 	Reason string `json:"reason"`
@@ -154,15 +250,16 @@ func refused(err error) *refusal {
 }
 
 type report struct {
-	ServerVersion string    `json:"server_version"`
-	ServerEpoch   string    `json:"server_epoch"`
-	ChunkTokens   uint32    `json:"chunk_tokens"`
-	HitTokens     uint32    `json:"hit_tokens"`
-	HitL1Chunks   uint32    `json:"hit_l1_chunks"`
-	FreedPins     [2]uint32 `json:"freed_pins"`
-	HashHitTokens uint32    `json:"hash_hit_tokens"`
-	Error         *refusal  `json:"error"`
-	Chunks        uint64    `json:"chunks"`
+	ServerVersion string      `json:"server_version"`
+	ServerEpoch   string      `json:"server_epoch"`
+	ChunkTokens   uint32      `json:"chunk_tokens"`
+	HitTokens     uint32      `json:"hit_tokens"`
+	HitL1Chunks   uint32      `json:"hit_l1_chunks"`
+	FreedPins     [2]uint32   `json:"freed_pins"`
+	HashHitTokens uint32      `json:"hash_hit_tokens"`
+	Error         *refusal    `json:"error"`
+	Chunks        uint64      `json:"chunks"`
+	Copied        *copyReport `json:"copied"`
 }
 
 func run(address string) (*report, error) {
@@ -183,7 +280,7 @@ func run(address string) (*report, error) {
 		return nil, err
 	}
 
-	found, err := client.lookup("by-tokens", hello.SpaceBase, tokens())
+	found, err := client.lookup("by-tokens", hello.SpaceBase, tokens(1000))
 	if err != nil {
 		return nil, err
 	}
@@ -210,11 +307,15 @@ func run(address string) (*report, error) {
 		return nil, err
 	}
 
-	_, unknown := client.lookup("refused", make([]byte, 16), tokens())
+	_, unknown := client.lookup("refused", make([]byte, 16), tokens(1000))
 
 	asking, cancel := client.call()
 	defer cancel()
 	server, err := client.admin.GetStatus(asking, &kv.GetStatusRequest{})
+	if err != nil {
+		return nil, err
+	}
+	copied, err := client.copied(hello.SpaceBase)
 	if err != nil {
 		return nil, err
 	}
@@ -228,6 +329,7 @@ func run(address string) (*report, error) {
 		HashHitTokens: byHashes.Status.HitTokens,
 		Error:         refused(unknown),
 		Chunks:        server.Chunks,
+		Copied:        copied,
 	}, nil
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scheduler in TypeScript: finds what another engine has stored. examples/README.md says what it does, step by step.
+// A scheduler in TypeScript: finds and reads what another engine has stored, and stores it again without shared memory.
+// examples/README.md says what it does, step by step.
 //
 //     node out/client.js unix:/run/kvgrpc/kvgrpc.sock        # or 127.0.0.1:50051
 
-import { randomBytes } from "node:crypto";
+import { randomBytes, randomInt } from "node:crypto";
 import { once } from "node:events";
+import { Readable, type Writable } from "node:stream";
+import { crc32 } from "node:zlib";
 import * as grpc from "@grpc/grpc-js";
 import { ErrorInfo } from "./stubs/google/rpc/error_details.js";
 import { Status } from "./stubs/google/rpc/status.js";
@@ -13,7 +16,8 @@ import * as cache from "./stubs/kvgrpc/v1/cache.js";
 import { Content, SpaceIdentity } from "./stubs/kvgrpc/v1/common.js";
 import * as engine from "./stubs/kvgrpc/v1/engine.js";
 
-const PROMPT = Array.from({ length: 600 }, (_, at) => 1000 + at);
+const tokens = (first: number) => Array.from({ length: 600 }, (_, at) => first + at);
+const PROMPT = tokens(1000);
 const HASHES = [Buffer.alloc(32, 1), Buffer.alloc(32, 2)]; // of an engine that hashes by itself, one a chunk
 const CALL_MS = 5000;
 
@@ -91,6 +95,38 @@ class Client {
     return (await this.call(this.cache, this.cache.freeLookupLocks, request)).releasedPins;
   }
 
+  /** The objects of a hit as parts, in order. */
+  async read(jobId: Buffer, hitTokens: number): Promise<cache.ChunkPart[]> {
+    const asked = { engineId: this.engineId, jobId, reader: {}, range: { end: hitTokens } };
+    const options = { deadline: Date.now() + CALL_MS };
+    const parts: cache.ChunkPart[] = [];
+    let whole = false;
+    for await (const answer of this.cache.readChunks(cache.ReadChunksRequest.fromPartial(asked), this.metadata, options)) {
+      const { part } = answer as cache.ReadChunksResponse;
+      if (part === undefined) whole = true; // the results, which come last
+      else if (crc32(part.data) !== part.checksum) throw new Error("bytes were damaged on the way");
+      else parts.push(part);
+    }
+    if (!whole) throw new Error("the stream was torn: its last message is missing");
+    return parts;
+  }
+
+  /** Stores the chunks that come as parts under other content; how many were stored. */
+  async write(spaceBase: Buffer, content: Partial<Content>, parts: cache.ChunkPart[]): Promise<number> {
+    const { objectBytes, order } = parts[0];
+    const begin = { engineId: this.engineId, space: { spaceBase }, content, objectBytes, order };
+    const messages = [{ begin }, ...parts.map((part) => ({ part }))].map(cache.WriteChunksRequest.fromPartial);
+    const answer = await new Promise<cache.WriteChunksResponse>((resolve, reject) => {
+      const options = { deadline: Date.now() + CALL_MS };
+      const stream = this.cache.writeChunks(this.metadata, options, (error, response) =>
+        error ? reject(error) : resolve(response),
+      );
+      Readable.from(messages).pipe(stream as unknown as Writable); // whose type says bytes and strings only
+    });
+    const stored = answer.results.filter((result) => result.outcome === cache.ChunkOutcome.CHUNK_OUTCOME_STORED);
+    return stored.reduce((sum, result) => sum + result.count, 0);
+  }
+
   getStatus() {
     return this.call(this.admin, this.admin.getStatus, GetStatusRequest.create());
   }
@@ -129,6 +165,12 @@ async function main(address: string): Promise<void> {
     const error = await unknown.then(() => null, refusal);
 
     const server = await client.getStatus();
+
+    const again = await client.lookup("to-read", hello.spaceBase, { tokens: { ids: PROMPT } });
+    const parts = await client.read(again.jobId, again.status?.hitTokens ?? 0);
+    const firstToken = randomInt(2 ** 20, 2 ** 31);
+    const stored = await client.write(hello.spaceBase, { tokens: { ids: tokens(firstToken) } }, parts);
+    const written = await client.lookup("written", hello.spaceBase, { tokens: { ids: tokens(firstToken) } });
     const report = {
       server_version: hello.serverVersion,
       server_epoch: hello.serverEpoch.toString("hex"),
@@ -139,6 +181,12 @@ async function main(address: string): Promise<void> {
       hash_hit_tokens: byHashes.status?.hitTokens ?? 0,
       error,
       chunks: Number(server.chunks),
+      copied: {
+        read_bytes: parts.reduce((sum, part) => sum + part.data.length, 0),
+        stored_chunks: stored,
+        hit_tokens: written.status?.hitTokens ?? 0,
+        first_token: firstToken,
+      },
     };
     console.log(JSON.stringify(report));
   } finally {

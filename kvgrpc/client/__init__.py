@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         StoreRequest,
         TierStatus,
         Tokens,
+        WriteChunksRequest,
     )
     from kvgrpc.breaker import BreakerSettings
     from kvgrpc.client.address import Address, parse_address
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
     )
     from kvgrpc.operators import CallKind, Inspection, RestartStatus, TracedCall, TracedCalls
     from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
-    from kvgrpc.transfer.layout import stored_form
+    from kvgrpc.transfer.layout import object_order, stored_form
 
 import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
 
@@ -92,7 +93,7 @@ _NAMES = {
     "kvgrpc.api": (
         "AttachEvent BlockForm ClearTarget Content CudaIpcMemory ExecutorStatus FreeRequest GroupKind Hashes Hello "
         "KvGroup Layout Limits LookupRequest Memory OWN_HASH_ALGORITHM RegisterAnswer RegisterRequest "
-        "RetrieveRequest Runs ServerInfo ServerStatus SharedMemory StoreRequest TierStatus Tokens"
+        "RetrieveRequest Runs ServerInfo ServerStatus SharedMemory StoreRequest TierStatus Tokens WriteChunksRequest"
     ),
     "kvgrpc.client.address": "Address parse_address",
     "kvgrpc.client.aio": "AioClient",
@@ -118,7 +119,7 @@ _NAMES = {
     ),
     "kvgrpc.operators": "CallKind Inspection RestartStatus TracedCall TracedCalls",
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
-    "kvgrpc.transfer.layout": "stored_form",
+    "kvgrpc.transfer.layout": "object_order stored_form",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -204,9 +205,11 @@ __all__ = [
     "Watcher",
     "WorkerClient",
     "WorkerOptions",
+    "WriteChunksRequest",
     "default_address",
     "default_credentials",
     "kv_layout",
+    "object_order",
     "parse_address",
     "register_kv_caches",
     "stored_form",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -218,6 +218,30 @@ class AioClient:
     ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
         """The objects of the chunks that were there, by chunk index, and the results; all of them in memory."""
         return await objects.collected(self.read_chunks(request, timeout_s=timeout_s))
+
+    async def write_chunks(
+        self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart], *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        """Sends the parts, which are 1 MiB long but for the last of each chunk; what becomes of each chunk."""
+        stub, timeout = self._stubs().cache.WriteChunks, self._copy_s(timeout_s)
+        with _open(stub(timeout=timeout, metadata=self._metadata)) as stream:
+            answer = asyncio.ensure_future(stream)
+            sending = asyncio.create_task(objects.send(stream, streams.encode_write_begin(request), parts))
+            try:
+                await asyncio.wait((answer, sending), return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                return streams.decode_write_response(await answer)
+            finally:
+                for task in (answer, sending):
+                    task.cancel()
+                await asyncio.wait((answer, sending))
+
+    async def write_objects(
+        self, request: api.WriteChunksRequest, found: Mapping[int, bytes], *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        """Stores objects by chunk index: one for each chunk of the range, in memory as ``read_objects`` gives them."""
+        return await self.write_chunks(request, objects.parts_of(found), timeout_s=timeout_s)
 
     async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
         """Without a deadline; ends when this watcher is lost, or with the server."""

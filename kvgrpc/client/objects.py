@@ -1,17 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that come as a stream of parts: nothing is taken for an object that is not all of it, in order and intact."""
+"""Objects that travel as parts: nothing is taken for an object that is not all of it, in order and intact."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from asyncio import InvalidStateError
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
+
+from grpc.aio import AioRpcError, BaseError
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import ChunkOutcome, ChunkResult
+from kvgrpc.core.types import MIB, ChunkOutcome, ChunkResult
 from kvgrpc.v1 import cache_pb2 as pb
-from kvgrpc.wire.streams import decode_read_response
+from kvgrpc.wire.streams import decode_read_response, encode_write_part
+
+TAKEN_KEY = "kvgrpc-request-id"
+"""What the server sends when it has taken the beginning of a stream."""
+ENDED = (AioRpcError, BaseError, InvalidStateError)
+"""What gRPC raises when the other end has ended the call."""
+
+
+async def send(stream: Any, begin: pb.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]) -> None:
+    """Returns when everything was sent, or the server has ended the stream; why, its answer says. The parts are asked
+    for when the server has taken the beginning: gRPC's Python loses a refusal that meets a message on its way."""
+    try:
+        await stream.write(begin)
+        if TAKEN_KEY not in (await stream.initial_metadata() or ()):
+            return  # it was refused
+    except ENDED:
+        return
+    async for part in parts:
+        try:
+            await stream.write(encode_write_part(part))
+        except ENDED:
+            return
+    with suppress(*ENDED):
+        await stream.done_writing()
+
+
+async def parts_of(found: Mapping[int, bytes]) -> AsyncIterator[api.ChunkPart]:
+    """The objects in order of their chunks, cut as WriteChunks wants them."""
+    for chunk in sorted(found):
+        whole = found[chunk]
+        for offset in range(0, len(whole), MIB):
+            data = whole[offset : offset + MIB]
+            yield api.ChunkPart(chunk, offset, len(whole), zlib.crc32(data), data)
 
 
 async def checked(messages: AsyncIterator[pb.ReadChunksResponse]) -> AsyncGenerator[api.ReadChunksAnswer, None]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from kvgrpc import api
@@ -109,6 +109,11 @@ class Client:
         self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
     ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
         return self._loop.run(self._aio.read_objects(request, timeout_s=timeout_s))
+
+    def write_objects(
+        self, request: api.WriteChunksRequest, found: Mapping[int, bytes], *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        return self._loop.run(self._aio.write_objects(request, found, timeout_s=timeout_s))
 
     def watch(self, request: api.WatchRequest) -> Generator[api.WatchEvent, None, None]:
         """``next`` waits for events; closing the iterator ends the stream."""

@@ -158,7 +158,7 @@ class Settings(BaseSettings):
         _LIMITS.call_record_ns // MS, "how long a finished call's result can be asked for again"
     )
     spaces: Count = _doc(_LIMITS.spaces, "spaces that are remembered")
-    chunk_streams: Count = _doc(16, "streams of ReadChunks at a time")
+    chunk_streams: Count = _doc(16, "streams of ReadChunks at a time, and as many of WriteChunks")
     watchers: Count = _doc(64, "streams of Watch at a time")
     pins: Count = _doc(_LIMITS.pins, "operator pins (AdminService.Pin) at a time")
     victims_per_turn: Count = _doc(_LIMITS.victims_per_turn, "chunks evicted or reclaimed in one turn")

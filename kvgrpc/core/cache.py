@@ -57,7 +57,7 @@ class Bookkeeper:
         self.sessions = Sessions(limits.clients)
         self.calls = Calls(ledger)
         self.versions = Versioning(self.index, versions, step)
-        self._desk = Desk(ledger, self.index, self.leases, self.jobs, self.holds, self.writes)
+        self.desk = Desk(ledger, self.index, self.leases, self.jobs, self.holds, self.writes)
 
     # ---- outbox and time --------------------------------------------------------------------------------------------
 
@@ -194,30 +194,30 @@ class Bookkeeper:
         if changed:
             mate = client.engine.mate(client)
             checks.check_ranks(registration, mate.registration if mate else None, mate is None or mate.facts is facts)
-            self._check_geometry(client, registration, facts, parts)
-            facts.forms[registration.kv_rank], facts.needs = parts, tuple(part.need for part in parts)
+            self.agree_on_form(client, registration.kv_rank, facts, parts)
             self._give_up_memory(now, client)
             client.registration, client.facts, client.parts = registration, facts, parts
             client.registration_epoch += 1
         return t.Registered(facts.base, client.registration_epoch, object_bytes, changed)
 
-    def _check_geometry(
-        self, client: Client, own: t.Registration, facts: IdentityFacts, parts: tuple[t.Part, ...]
+    def agree_on_form(
+        self, client: Client | None, kv_rank: int, facts: IdentityFacts, parts: tuple[t.Part, ...]
     ) -> None:
-        """Objects of one space and rank have one length and order while anybody has or shares such, and its chunks the
-        same parts. When that changes, old lookups end: what a cleared space still pins for them has the other form."""
+        """Objects of one space and rank have one length and order while anybody (but ``client``) has or shares such,
+        and its chunks the same parts. When that changes, old lookups end: what a cleared space still pins for them has
+        the other form. Refuses: GEOMETRY_MISMATCH."""
         needs = tuple(part.need for part in parts)
-        known = facts.forms.get(own.kv_rank, parts)
-        if [part.form for part in known] == [part.form for part in parts] and (needs == facts.needs or not facts.forms):
-            return
-        in_use = any(space.table.chunks for space in self.index.spaces.values() if space.facts is facts)
-        others = (other for other in self.sessions.clients.values() if other is not client and other.facts is facts)
-        if in_use or any(other.sharing().kv_rank == own.kv_rank or needs != facts.needs for other in others):
-            raise Refusal(Reason.GEOMETRY_MISMATCH, checks.explain_forms(parts, known, facts.needs), field="groups")
-        for job in [job for job in self.jobs.jobs.values() if job.space.facts is facts]:
-            self.lookups.end(job)
-        if needs != facts.needs:
-            facts.forms.clear()
+        known = facts.forms.get(kv_rank, parts)
+        if [part.form for part in known] != [part.form for part in parts] or (needs != facts.needs and facts.forms):
+            in_use = any(space.table.chunks for space in self.index.spaces.values() if space.facts is facts)
+            others = (other for other in self.sessions.clients.values() if other is not client and other.facts is facts)
+            if in_use or any(other.sharing().kv_rank == kv_rank or needs != facts.needs for other in others):
+                raise Refusal(Reason.GEOMETRY_MISMATCH, checks.explain_forms(parts, known, facts.needs), field="groups")
+            for job in [job for job in self.jobs.jobs.values() if job.space.facts is facts]:
+                self.lookups.end(job)
+            if needs != facts.needs:
+                facts.forms.clear()
+        facts.forms[kv_rank], facts.needs = parts, needs
 
     def unregister(self, now: int, client_id: str, engine_id: str) -> int | None:
         """Takes memory back: the mapping whose Unmap will come out; None when nothing is registered."""
@@ -266,7 +266,7 @@ class Bookkeeper:
         checks.check_store(command, registration, self.limits)
         self._check_space(client, self.index.facts(command.space.space_base))
         self.ledger.counters["stores"] += 1
-        plan = store_plan(self._desk, client, command, self.index.space(command.space))
+        plan = store_plan(self.desk, client, command, self.index.space(command.space))
         return self.calls.begin(now, client, command.call_id, plan, asked).results
 
     def retrieve(self, now: int, client_id: str, command: t.RetrieveCommand) -> tuple[t.ChunkResult, ...] | None:
@@ -278,14 +278,14 @@ class Bookkeeper:
             return repeat.results
         registration = client.sharing()
         checks.check_call_id(command.call_id)
-        checks.check_range(command.range, registration, self.limits)
+        checks.check_range(command.range, registration.geometry.block_size, self.limits)
         checks.check_blocks(command.blocks, command.range, registration, self.limits)
         job = self.jobs.find(client.engine, command.job_id)
         self._check_space(client, job.space.facts)
         if not job.status.done:
             raise Refusal(Reason.JOB_PENDING, "the lookup is still prefetching; query it first", retry_after_ms=10)
         bit = job.lease.bit(t.Reader(registration.kv_rank, registration.tp_rank))
-        plan = retrieve_plan(self._desk, client, command, job, bit)
+        plan = retrieve_plan(self.desk, client, command, job, bit)
         self.ledger.counters["retrieves"] += 1
         return self.calls.begin(now, client, command.call_id, plan, asked).results
 

@@ -65,6 +65,8 @@ class Calls:
         self._ledger = ledger
         self.in_flight = 0
         self.slices: dict[int, Call] = {}
+        self.streams: list[Plan] = []
+        """Stores whose bytes come by themselves (``kvgrpc.runtime.filling``): no calls, and without records."""
 
     # ---- records ----------------------------------------------------------------------------------------------------
 

@@ -26,13 +26,12 @@ READERS_MOST = 4096
 """Readers of one object of a lookup: a job keeps a bit for each of them and chunk."""
 
 
-def check_range(tokens: TokenRange, registration: Registration, limits: CoreLimits) -> None:
-    """Ordered, aligned to blocks, no longer than a call may be. Refuses: RANGE."""
-    size = registration.geometry.block_size
+def check_range(tokens: TokenRange, size: int, limits: CoreLimits) -> None:
+    """Ordered, aligned to ``size``, no longer than a call may be. Refuses: RANGE."""
     if not 0 <= tokens.start <= tokens.end < U32:
         raise Refusal(Reason.RANGE, f"range [{tokens.start}, {tokens.end}) is not ordered", field="range")
     if tokens.start % size or tokens.end % size:
-        text = f"range [{tokens.start}, {tokens.end}) is not aligned to the block size {size}"
+        text = f"range [{tokens.start}, {tokens.end}) is not aligned to {size} tokens"
         raise Refusal(Reason.RANGE, text, field="range")
     most = limits.keys_per_call * limits.chunk_tokens
     if tokens.end - tokens.start > most:
@@ -74,9 +73,15 @@ def _named(ids: Sequence[int], group: GroupGeometry, at: int, chunk_tokens: int)
 def check_store(command: StoreCommand, registration: Registration, limits: CoreLimits) -> None:
     """Refuses: INVALID_FIELD, RANGE, BLOCK_IDS, SPACE_MISMATCH is the caller's."""
     check_call_id(command.call_id)
-    check_keys(command.content, limits)
-    check_range(command.range, registration, limits)
+    check_content(command, registration.geometry.block_size, limits)
+    check_blocks(command.blocks, command.range, registration, limits)
+
+
+def check_content(command: StoreCommand, size: int, limits: CoreLimits) -> None:
+    """Keys for all chunks of the range, which is aligned to ``size``. Refuses: INVALID_FIELD, RANGE."""
     content = command.content
+    check_keys(content, limits)
+    check_range(command.range, size, limits)
     if command.range.end > content.num_tokens:
         text = f"range ends at {command.range.end}, the content at {content.num_tokens}"
         raise Refusal(Reason.RANGE, text, field="range.end")
@@ -85,7 +90,6 @@ def check_store(command: StoreCommand, registration: Registration, limits: CoreL
         raise Refusal(Reason.RANGE, f"content has keys up to chunk {last} only", field="content")
     if -(-command.range.start // limits.chunk_tokens) < content.first_chunk:
         raise Refusal(Reason.RANGE, f"content has keys from chunk {content.first_chunk} on only", field="content")
-    check_blocks(command.blocks, command.range, registration, limits)
 
 
 def check_call_id(call_id: int) -> None:

@@ -69,6 +69,8 @@ def _plans(book: Bookkeeper) -> Iterator[PartPlan]:
     for client in _clients(book):
         for call in client.queue:
             yield from _parts(call.plan) if call.plan is not None else ()
+    for stream in book.calls.streams:
+        yield from _parts(stream)
 
 
 def _held(plan: Plan) -> list[Chunk]:

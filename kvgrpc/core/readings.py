@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvgrpc.core.checks import check_range
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.geometry import ALL
-from kvgrpc.core.index import Chunk, Index
-from kvgrpc.core.jobs import Job, Jobs
-from kvgrpc.core.leases import Leases, finish_read
+from kvgrpc.core.index import Chunk
+from kvgrpc.core.jobs import Job
+from kvgrpc.core.leases import finish_read
 from kvgrpc.core.sessions import Client
 from kvgrpc.core.slicing import AFTER_FAILURE, LOADED, MISSING, run_lengths
 from kvgrpc.core.slots import Slot
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, CoreLimits, Reader, TokenRange
+from kvgrpc.core.types import ChunkOutcome, ChunkResult, Reader, TokenRange
 
 if TYPE_CHECKING:
     from kvgrpc.core.cache import Bookkeeper
 
-U32 = 1 << 32
+IN_PARTS = "chunks of models whose layers need different things are in parts, which do not travel as bytes"
 
 
 def begin(
@@ -31,37 +32,31 @@ def begin(
     """Refuses: NOT_ATTACHED, ENGINE_UNKNOWN, ENGINE_DRAINING, JOB_UNKNOWN, JOB_PENDING, GROUP_KIND_UNSUPPORTED, RANGE,
     READER_UNKNOWN."""
     client = book.sessions.find_working(client_id, engine_id)
-    job = book.jobs.find(client.engine, job_id)
-    return Reading(book.index, book.leases, book.jobs, client, job).begin(reader, tokens, book.limits)
+    job, size = book.jobs.find(client.engine, job_id), book.limits.chunk_tokens
+    if job.space.facts.needs != (ALL,):
+        raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, IN_PARTS, field="job_id")
+    check_range(tokens, size, book.limits)
+    if not job.status.done:
+        raise Refusal(Reason.JOB_PENDING, "the lookup is still prefetching; query it first", retry_after_ms=10)
+    return Reading(book, client, job, reader, range(tokens.start // size, tokens.end // size))
 
 
 class Reading:
     """One stream: its chunks [first, end) of a job, for one reader. ``open_next``, then ``done``, until there is none;
     then ``results``; ``close`` however it ends."""
 
-    def __init__(self, index: Index, leases: Leases, jobs: Jobs, client: Client, job: Job) -> None:
-        self._index, self._leases, self._jobs = index, leases, jobs
+    def __init__(self, book: Bookkeeper, client: Client, job: Job, reader: Reader, places: range) -> None:
+        """Refuses: READER_UNKNOWN."""
+        self._index, self._leases, self._jobs = book.index, book.leases, book.jobs
         self._client, self._job = client, job
         self._open: Chunk | None = None
-        self.at = 0
+        self._rank, self._bit = reader.kv_rank, job.lease.bit(reader)
+        self._first, self.at, self._end = places.start, places.start, places.stop
 
-    def begin(self, reader: Reader, tokens: TokenRange, limits: CoreLimits) -> Reading:
-        """Refuses: GROUP_KIND_UNSUPPORTED, RANGE, JOB_PENDING, READER_UNKNOWN."""
-        if self._job.space.facts.needs != (ALL,):
-            text = "chunks of models whose layers need different things are in parts, which are not read as bytes"
-            raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, text, field="job_id")
-        size = limits.chunk_tokens
-        if not 0 <= tokens.start <= tokens.end < U32 or tokens.start % size or tokens.end % size:
-            text = f"range [{tokens.start}, {tokens.end}) is not ordered, or not aligned to chunks of {size}"
-            raise Refusal(Reason.RANGE, text, field="range")
-        if tokens.end - tokens.start > limits.keys_per_call * size:
-            raise Refusal(Reason.RANGE, f"range has more than {limits.keys_per_call} chunks", field="range")
-        if not self._job.status.done:
-            raise Refusal(Reason.JOB_PENDING, "the lookup is still prefetching; query it first", retry_after_ms=10)
-        self._rank, self._bit = reader.kv_rank, self._job.lease.bit(reader)
-        self._first = self.at = tokens.start // size
-        self._end = tokens.end // size
-        return self
+    @property
+    def order(self) -> str:
+        """How the runs of the objects follow each other, once one is open."""
+        return self._job.space.facts.forms[self._rank][0].order
 
     def open_next(self) -> Slot | None:
         """The slot of chunk ``at``, pinned until ``done`` or ``close``; None when there is no more to read."""

@@ -53,6 +53,7 @@ from kvgrpc.runtime.reading import Reads
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.runtime.trace import Recordings
 from kvgrpc.runtime.watching import Watching
+from kvgrpc.runtime.writing import Writes
 from kvgrpc.tiers.base import Tier
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.base import Mover
@@ -85,7 +86,7 @@ class Hands:
     flush_s: float = 5.0
     """What lower tiers get at the end to take what waits for them."""
     chunk_streams: int = 16
-    """Most streams of ReadChunks at a time."""
+    """Most streams of ReadChunks at a time, and as many of WriteChunks."""
     watchers: int = 64
     """Most streams of Watch at a time."""
 
@@ -125,6 +126,7 @@ class Driver:
         self._streams: dict[str, asyncio.Queue[api.AttachEvent | None]] = {}
         self.below = Below(self)
         self.reads = Reads(hands.chunk_streams)
+        self.writes = Writes(hands.chunk_streams)
         self.watching = Watching(book, facts.server_epoch, hands.watchers)
         self.recorder: Recorder | None = None
         """Of a named arena."""

@@ -45,8 +45,8 @@ class Reads:
                 offset = 0
                 for pieces in cut(slot):
                     data = b"".join([driver.hands.arena.view(*piece) for piece in pieces])
-                    checksum = await self._checksum(driver, data)
-                    yield ChunkPart(reading.at, offset, slot.size_bytes, checksum, data)
+                    checksum, order = await checksum_of(driver, data), "" if offset else reading.order
+                    yield ChunkPart(reading.at, offset, slot.size_bytes, checksum, data, order)
                     offset += len(data)
                 reading.done(driver.now())
                 driver.pump()
@@ -56,10 +56,12 @@ class Reads:
             reading.close()
             driver.pump()
 
-    async def _checksum(self, driver: Driver, data: bytes) -> int:
-        if len(data) <= INLINE_BYTES:
-            return zlib.crc32(data)
-        return await asyncio.get_running_loop().run_in_executor(driver.hands.cpu_pool, zlib.crc32, data)
+
+async def checksum_of(driver: Driver, data: bytes) -> int:
+    """CRC-32."""
+    if len(data) <= INLINE_BYTES:
+        return zlib.crc32(data)
+    return await asyncio.get_running_loop().run_in_executor(driver.hands.cpu_pool, zlib.crc32, data)
 
 
 def cut(slot: Slot) -> Iterator[list[Extent]]:

@@ -13,12 +13,14 @@ from typing import ParamSpec, TypeVar
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import (
+    ALL,
     MS,
     ChunkKeys,
     ChunkResult,
     Ended,
     LookupAnswer,
     LookupCommand,
+    Part,
     PrefetchStatus,
     Registration,
     Role,
@@ -26,7 +28,9 @@ from kvgrpc.core.types import (
     TokenRange,
 )
 from kvgrpc.runtime.driver import Driver
+from kvgrpc.runtime.filling import begin
 from kvgrpc.runtime.trace import Asked
+from kvgrpc.runtime.writing import fill
 from kvgrpc.transfer.layout import check_layout, stored_form
 
 P = ParamSpec("P")
@@ -284,6 +288,31 @@ class DriverSession:
 
     def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
         return self._driver.reads.read(self._driver, self._client_id, request)
+
+    async def write_chunks(
+        self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]
+    ) -> tuple[ChunkResult, ...]:
+        driver = self._driver
+        with driver.writes.one_more(self._client_id):
+            driver.book.check_client(self._client_id, request.engine_id)
+            forgets = driver.forgets
+            content = await driver.chunk_keys(request.space, request.content)
+            chunk_tokens, last = driver.limits.chunk_tokens, content.first_chunk + len(content.keys)
+            command = StoreCommand(
+                engine_id=request.engine_id,
+                call_id=0,
+                space=request.space,
+                content=content,
+                range=request.range or TokenRange(content.first_chunk * chunk_tokens, last * chunk_tokens),
+                blocks=(),
+                policy=request.policy,
+                cleared=driver.forgets != forgets,
+            )
+            part = Part(0, ALL, (), (), request.object_bytes, request.order)
+            filling = begin(driver.book, self._client_id, command, part, request.kv_rank)
+            if driver.recordings.wanted and not command.cleared and not content.first_chunk:
+                self._record_store(command)
+            return await fill(driver, filling, parts)
 
     def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
         return self._driver.watching.watch(request)

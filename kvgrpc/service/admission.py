@@ -184,6 +184,12 @@ class TenantCache:
     def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
         return self._cache.read_chunks(replace(request, engine_id=self._own(request.engine_id)))
 
+    async def write_chunks(
+        self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]
+    ) -> tuple[ChunkResult, ...]:
+        self._check(request.space)
+        return await self._cache.write_chunks(replace(request, engine_id=self._own(request.engine_id)), parts)
+
     def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
         tenant, salts = self._tenant, request.cache_salts
         if SEES_ALL not in tenant.methods:

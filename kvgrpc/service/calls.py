@@ -58,6 +58,7 @@ RULES: dict[str, Rule] = {
     f"/{CACHE_SERVICE}/EndRequest": Rule(while_draining=True),
     f"/{CACHE_SERVICE}/Fence": Rule(copies=True, while_draining=True),
     f"/{CACHE_SERVICE}/ReadChunks": Rule(copies=True),
+    f"/{CACHE_SERVICE}/WriteChunks": Rule(copies=True, most_bytes=UNLIMITED),
     f"/{CACHE_SERVICE}/Watch": Rule(needs_client=False, exempt=True, holds_drain=False, limited=False),
     f"/{ENGINE_SERVICE}/Handshake": Rule(needs_client=False),
     f"/{ENGINE_SERVICE}/Attach": Rule(exempt=True, holds_drain=False, limited=False),

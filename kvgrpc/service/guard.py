@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -152,6 +153,10 @@ class CallGuard(grpc.GenericRpcHandler):
             return None
         rule, method, serialize = found
         call = read_call(handler_call_details.method, rule, handler_call_details.invocation_metadata)
+        if method.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                partial(self._answer_messages, call, method), response_serializer=serialize
+            )
         if method.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 partial(self._answer_stream, call, method), response_serializer=serialize
@@ -194,7 +199,42 @@ class CallGuard(grpc.GenericRpcHandler):
 
         await self._run(call, context, act, len(raw))
 
-    async def _run(self, call: Call, context: _Context, act: Callable[[], Awaitable[Any]], size_bytes: int) -> Any:
+    async def _answer_messages(self, call: Call, method: _Method, _: object, context: _Context) -> Any:
+        """A stream of messages, read one at a time; each must come before the deadline for copies."""
+        context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+        traffic, received_bytes = self._traffic, 0
+
+        async def messages() -> AsyncGenerator[Any, None]:
+            nonlocal received_bytes
+            while True:
+                async with Deadline(self._limits.copy_deadline_s):
+                    raw: Any = await context.read()
+                if raw is grpc.aio.EOF:
+                    return
+                size_bytes = len(raw)
+                received_bytes += size_bytes
+                check_running_bytes(traffic, self._limits.running_bytes, call.rule, size_bytes)
+                traffic.limited_bytes += size_bytes
+                try:
+                    yield self._read(call, method, raw)
+                finally:
+                    traffic.limited_bytes -= size_bytes
+
+        async def act() -> Any:
+            servicer: Any = method.stream_unary
+            async with aclosing(messages()) as coming:
+                return await servicer(coming, context)
+
+        return await self._run(call, context, act, 0, lambda: received_bytes)
+
+    async def _run(
+        self,
+        call: Call,
+        context: _Context,
+        act: Callable[[], Awaitable[Any]],
+        size_bytes: int,
+        more_bytes: Callable[[], int] = int,
+    ) -> Any:
         CURRENT.set(call)
         REQUEST_ID.set(call.request_id)
         start = time.perf_counter()
@@ -236,7 +276,7 @@ class CallGuard(grpc.GenericRpcHandler):
             self._log.debug("call", **_facts(call, start), code="OK")
             return answer
         finally:
-            figures.ended(status, time.perf_counter() - start, size_bytes)
+            figures.ended(status, time.perf_counter() - start, size_bytes + more_bytes())
 
     async def _abort(self, call: Call, context: _Context, refusal: Refusal) -> None:
         short = Refusal(

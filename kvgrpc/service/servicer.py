@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import cast
+from contextlib import aclosing
+from typing import Any, cast
 
-from kvgrpc.api import AttachEvent, CacheApi, LookupRequest, StoreRequest
-from kvgrpc.service.calls import CACHE_SERVICE, CURRENT
+import grpc.aio
+
+from kvgrpc.api import AttachEvent, CacheApi, ChunkPart, LookupRequest, StoreRequest
+from kvgrpc.service.calls import CACHE_SERVICE, CURRENT, REQUEST_ID_KEY
 from kvgrpc.service.traffic import Traffic, until_closed
 from kvgrpc.v1 import cache_pb2, cache_pb2_grpc, engine_pb2, engine_pb2_grpc
 from kvgrpc.wire import cache as cache_wire
@@ -85,6 +88,21 @@ class KvCacheServicer(cache_pb2_grpc.KvCacheServiceServicer):
                 yield streams_wire.encode_read_response(answer)
         finally:
             await cast("AsyncGenerator[object, None]", answers).aclose()
+
+    async def WriteChunks(  # pyright: ignore[reportIncompatibleMethodOverride]  (the guard reads messages)
+        self, messages: AsyncGenerator[cache_pb2.WriteChunksRequest, None], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> cache_pb2.WriteChunksResponse:
+        request = streams_wire.decode_write_begin(await anext(messages, None))
+
+        async def parts() -> AsyncGenerator[ChunkPart, None]:
+            taken = ((REQUEST_ID_KEY, CURRENT.get().request_id),)
+            await context.send_initial_metadata(taken)  # the cache wants the parts
+            async for message in messages:
+                yield streams_wire.decode_write_part(message)
+
+        async with aclosing(parts()) as coming:
+            results = await self._cache().write_chunks(request, coming)
+        return streams_wire.encode_write_response(results)
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: object

@@ -17,7 +17,7 @@ OK = "OK"
 FEW_SECONDS = (1.0,)
 """Bounds for operators' calls, which are few, and for streams, which last as they like: each bound of each method is a
 series."""
-STREAMS = ("/Attach", "/Watch", "/ReadChunks")
+STREAMS = ("/Attach", "/Watch", "/ReadChunks", "/WriteChunks")
 
 
 class StatusFigures:

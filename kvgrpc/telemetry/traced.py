@@ -121,6 +121,11 @@ class TracedCache:
     def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
         return self._cache.read_chunks(request)
 
+    async def write_chunks(
+        self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]
+    ) -> tuple[ChunkResult, ...]:
+        return await self._cache.write_chunks(request, parts)
+
     def watch(self, request: api.WatchRequest) -> AsyncIterator[api.WatchEvent]:
         return self._cache.watch(request)
 

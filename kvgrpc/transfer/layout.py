@@ -86,6 +86,11 @@ def stored_form(groups: Sequence[KvGroup]) -> str:
     )
 
 
+def object_order(groups: Sequence[KvGroup]) -> str:
+    """How the runs of an object of these groups, which all need everything, follow each other."""
+    return "+".join(map(_order, groups))
+
+
 def memory_bytes(layout: Layout) -> int:
     """Bytes of memory that the layout shares."""
     return sum(memory.size_bytes for memory in layout.memory)

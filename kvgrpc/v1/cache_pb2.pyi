@@ -894,6 +894,7 @@ class ChunkPart(_message.Message):
     OBJECT_BYTES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
     """Chunk index in the prompt."""
     offset: _builtins.int
@@ -904,6 +905,8 @@ class ChunkPart(_message.Message):
     """CRC-32 of data, as zlib and gzip compute it."""
     data: _builtins.bytes
     """The bytes; at most 1 MiB."""
+    order: _builtins.str
+    """ReadChunks, on an object's first piece: how its runs follow each other (docs/protocol.md), as WriteChunks wants to know it."""
     def __init__(
         self,
         *,
@@ -912,10 +915,11 @@ class ChunkPart(_message.Message):
         object_bytes: _builtins.int = ...,
         checksum: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "object_bytes", b"object_bytes", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "object_bytes", b"object_bytes", "offset", b"offset", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -950,3 +954,117 @@ class ReadChunksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadChunksResponse: _TypeAlias = ReadChunksResponse  # noqa: Y015
+
+@_typing.final
+class ChunksToWrite(_message.Message):
+    """What the parts are that follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    SPACE_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    RANGE_FIELD_NUMBER: _builtins.int
+    KV_RANK_FIELD_NUMBER: _builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    kv_rank: _builtins.int
+    """Whose objects they are, below the identity's kv_world_size."""
+    object_bytes: _builtins.int
+    """Length of each object; at least 1."""
+    order: _builtins.str
+    """How the runs of each object follow each other, by the rule in docs/protocol.md; ReadChunks tells it. 1 to 4096 bytes."""
+    @_builtins.property
+    def space(self) -> _common_pb2.SpaceRef:
+        """Where the chunks belong. Models of which a group is not FULL: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED."""
+
+    @_builtins.property
+    def content(self) -> _common_pb2.Content:
+        """As in StoreRequest."""
+
+    @_builtins.property
+    def range(self) -> _common_pb2.TokenRange:
+        """The chunks that come; aligned to chunks, inside the content. Absent = all full chunks of the content."""
+
+    @_builtins.property
+    def policy(self) -> _common_pb2.RequestPolicy:
+        """Wishes of this request."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        space: _common_pb2.SpaceRef | None = ...,
+        content: _common_pb2.Content | None = ...,
+        range: _common_pb2.TokenRange | None = ...,
+        kv_rank: _builtins.int = ...,
+        object_bytes: _builtins.int = ...,
+        order: _builtins.str = ...,
+        policy: _common_pb2.RequestPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "policy", b"policy", "range", b"range", "space", b"space"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "engine_id", b"engine_id", "kv_rank", b"kv_rank", "object_bytes", b"object_bytes", "order", b"order", "policy", b"policy", "range", b"range", "space", b"space"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunksToWrite: _TypeAlias = ChunksToWrite  # noqa: Y015
+
+@_typing.final
+class WriteChunksRequest(_message.Message):
+    """The beginning, or a piece."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___ChunksToWrite:
+        """First message, and no other."""
+
+    @_builtins.property
+    def part(self) -> Global___ChunkPart:
+        """The next piece; its order is not looked at."""
+
+    def __init__(
+        self,
+        *,
+        begin: Global___ChunksToWrite | None = ...,
+        part: Global___ChunkPart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "kind", b"kind", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "kind", b"kind", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["begin", "part"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___WriteChunksRequest: _TypeAlias = WriteChunksRequest  # noqa: Y015
+
+@_typing.final
+class WriteChunksResponse(_message.Message):
+    """What became of each chunk of the range."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkResult]:
+        """In chunk order, as of Store."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ChunkResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteChunksResponse: _TypeAlias = WriteChunksResponse  # noqa: Y015

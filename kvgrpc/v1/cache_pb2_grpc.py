@@ -77,6 +77,11 @@ class KvCacheServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.FromString,
                 _registered_method=True)
+        self.WriteChunks = channel.stream_unary(
+                '/kvgrpc.v1.KvCacheService/WriteChunks',
+                request_serializer=kvgrpc_dot_v1_dot_cache__pb2.WriteChunksRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_cache__pb2.WriteChunksResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvgrpc.v1.KvCacheService/Watch',
                 request_serializer=kvgrpc_dot_v1_dot_cache__pb2.WatchRequest.SerializeToString,
@@ -159,6 +164,20 @@ class KvCacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WriteChunks(self, request_iterator, context):
+        """Stores whole chunks that come as bytes, for clients that share no memory. The first message says what comes; then the parts of each
+        chunk of the range, one chunk after the other, each part 1 MiB but for a chunk's last. A chunk can be found when all of it
+        is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. What is not wanted (RESIDENT, REFUSED,
+        BEING_WRITTEN) is sent and dropped. A part out of its place, of another size or with a wrong checksum: INVALID_ARGUMENT,
+        INVALID_FIELD, and the stream ends; chunks that were whole stay. Where the stream ends in order but early, the rest is FAILED,
+        NOT_SENT. Objects of another size or order than those of the same space and rank: INVALID_ARGUMENT, GEOMETRY_MISMATCH. A peer that sends
+        nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams, or at four of one client:
+        RESOURCE_EXHAUSTED, CALL_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
         an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
@@ -211,6 +230,11 @@ def add_KvCacheServiceServicer_to_server(servicer, server):
                     servicer.ReadChunks,
                     request_deserializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.SerializeToString,
+            ),
+            'WriteChunks': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteChunks,
+                    request_deserializer=kvgrpc_dot_v1_dot_cache__pb2.WriteChunksRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_cache__pb2.WriteChunksResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -437,6 +461,33 @@ class KvCacheService(object):
             '/kvgrpc.v1.KvCacheService/ReadChunks',
             kvgrpc_dot_v1_dot_cache__pb2.ReadChunksRequest.SerializeToString,
             kvgrpc_dot_v1_dot_cache__pb2.ReadChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteChunks(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvgrpc.v1.KvCacheService/WriteChunks',
+            kvgrpc_dot_v1_dot_cache__pb2.WriteChunksRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_cache__pb2.WriteChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

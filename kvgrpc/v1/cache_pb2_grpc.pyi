@@ -75,6 +75,16 @@ class KvCacheServiceStub:
     nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
     CALL_LIMIT.
     """
+    WriteChunks: _grpc.StreamUnaryMultiCallable[_cache_pb2.WriteChunksRequest, _cache_pb2.WriteChunksResponse]
+    """Stores whole chunks that come as bytes, for clients that share no memory. The first message says what comes; then the parts of each
+    chunk of the range, one chunk after the other, each part 1 MiB but for a chunk's last. A chunk can be found when all of it
+    is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. What is not wanted (RESIDENT, REFUSED,
+    BEING_WRITTEN) is sent and dropped. A part out of its place, of another size or with a wrong checksum: INVALID_ARGUMENT,
+    INVALID_FIELD, and the stream ends; chunks that were whole stay. Where the stream ends in order but early, the rest is FAILED,
+    NOT_SENT. Objects of another size or order than those of the same space and rank: INVALID_ARGUMENT, GEOMETRY_MISMATCH. A peer that sends
+    nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams, or at four of one client:
+    RESOURCE_EXHAUSTED, CALL_LIMIT.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]
     """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
     an older generation. Needs neither attach nor client id; open until the client ends it. The first message is STARTED. Who reads too
@@ -125,6 +135,16 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
     nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
     CALL_LIMIT.
+    """
+    WriteChunks: _aio.StreamUnaryMultiCallable[_cache_pb2.WriteChunksRequest, _cache_pb2.WriteChunksResponse]  # type: ignore[assignment]
+    """Stores whole chunks that come as bytes, for clients that share no memory. The first message says what comes; then the parts of each
+    chunk of the range, one chunk after the other, each part 1 MiB but for a chunk's last. A chunk can be found when all of it
+    is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. What is not wanted (RESIDENT, REFUSED,
+    BEING_WRITTEN) is sent and dropped. A part out of its place, of another size or with a wrong checksum: INVALID_ARGUMENT,
+    INVALID_FIELD, and the stream ends; chunks that were whole stay. Where the stream ends in order but early, the rest is FAILED,
+    NOT_SENT. Objects of another size or order than those of the same space and rank: INVALID_ARGUMENT, GEOMETRY_MISMATCH. A peer that sends
+    nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams, or at four of one client:
+    RESOURCE_EXHAUSTED, CALL_LIMIT.
     """
     Watch: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.WatchResponse]  # type: ignore[assignment]
     """Tells routers and engines of chunks that can be found in L1 from now on, and of those that cannot any more: evicted, cleared, or of
@@ -221,6 +241,22 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
         nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
         CALL_LIMIT.
+        """
+
+    @_abc_1.abstractmethod
+    def WriteChunks(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cache_pb2.WriteChunksRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.WriteChunksResponse, _abc.Awaitable[_cache_pb2.WriteChunksResponse]]:
+        """Stores whole chunks that come as bytes, for clients that share no memory. The first message says what comes; then the parts of each
+        chunk of the range, one chunk after the other, each part 1 MiB but for a chunk's last. A chunk can be found when all of it
+        is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. What is not wanted (RESIDENT, REFUSED,
+        BEING_WRITTEN) is sent and dropped. A part out of its place, of another size or with a wrong checksum: INVALID_ARGUMENT,
+        INVALID_FIELD, and the stream ends; chunks that were whole stay. Where the stream ends in order but early, the rest is FAILED,
+        NOT_SENT. Objects of another size or order than those of the same space and rank: INVALID_ARGUMENT, GEOMETRY_MISMATCH. A peer that sends
+        nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams, or at four of one client:
+        RESOURCE_EXHAUSTED, CALL_LIMIT.
         """
 
     @_abc_1.abstractmethod

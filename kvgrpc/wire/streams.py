@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Reader, TokenRange
+from kvgrpc.core.types import DEFAULT_POLICY, ChunkResult, Reader, TokenRange
 from kvgrpc.v1 import cache_pb2 as pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.wire.cache import check_engine_id, decode_results, encode_results
-from kvgrpc.wire.fields import check_bytes, check_text
+from kvgrpc.wire.content import (
+    decode_content,
+    decode_policy,
+    decode_range,
+    decode_space,
+    encode_content,
+    encode_policy,
+    encode_range,
+    encode_space,
+)
+from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 
 SALTS_MOST = 1024
+ORDER_MOST = 4096
+OBJECT_BYTES_MOST = (1 << 63) - 1
 
 
 def encode_watch_request(request: api.WatchRequest) -> pb.WatchRequest:
@@ -87,21 +101,78 @@ def decode_read_request(message: pb.ReadChunksRequest) -> api.ReadChunksRequest:
     )
 
 
+def encode_part(part: api.ChunkPart) -> pb.ChunkPart:
+    return pb.ChunkPart(
+        chunk=part.chunk,
+        offset=part.offset,
+        object_bytes=part.object_bytes,
+        checksum=part.checksum,
+        data=part.data,
+        order=part.order,
+    )
+
+
+def decode_part(part: pb.ChunkPart) -> api.ChunkPart:
+    return api.ChunkPart(part.chunk, part.offset, part.object_bytes, part.checksum, part.data, part.order)
+
+
 def encode_read_response(answer: api.ReadChunksAnswer) -> pb.ReadChunksResponse:
     if not isinstance(answer, api.ChunkPart):
         return pb.ReadChunksResponse(results=encode_results(answer))
-    part = pb.ChunkPart(
-        chunk=answer.chunk,
-        offset=answer.offset,
-        object_bytes=answer.object_bytes,
-        checksum=answer.checksum,
-        data=answer.data,
-    )
-    return pb.ReadChunksResponse(part=part)
+    return pb.ReadChunksResponse(part=encode_part(answer))
 
 
 def decode_read_response(message: pb.ReadChunksResponse) -> api.ReadChunksAnswer:
+    return decode_part(message.part) if message.HasField("part") else decode_results(message.results)
+
+
+# ---- WriteChunks ----------------------------------------------------------------------------------------------------
+
+
+def encode_write_begin(request: api.WriteChunksRequest) -> pb.WriteChunksRequest:
+    begin = pb.ChunksToWrite(
+        engine_id=request.engine_id,
+        space=encode_space(request.space),
+        content=encode_content(request.content),
+        range=None if request.range is None else encode_range(request.range),
+        kv_rank=request.kv_rank,
+        object_bytes=request.object_bytes,
+        order=request.order,
+        policy=encode_policy(request.policy),
+    )
+    return pb.WriteChunksRequest(begin=begin)
+
+
+def decode_write_begin(message: pb.WriteChunksRequest | None) -> api.WriteChunksRequest:
+    """None: there was no message."""
+    if message is None or not message.HasField("begin"):
+        raise invalid("begin", "is missing: the first message says what comes")
+    begin = message.begin
+    return api.WriteChunksRequest(
+        engine_id=check_engine_id(begin.engine_id),
+        space=decode_space(begin.space),
+        content=decode_content(begin.content),
+        object_bytes=check_number(begin.object_bytes, "begin.object_bytes", 1, OBJECT_BYTES_MOST),
+        order=check_text(begin.order, "begin.order", least=1, most=ORDER_MOST),
+        kv_rank=begin.kv_rank,
+        range=decode_range(begin.range) if begin.HasField("range") else None,
+        policy=decode_policy(begin.policy) if begin.HasField("policy") else DEFAULT_POLICY,
+    )
+
+
+def encode_write_part(part: api.ChunkPart) -> pb.WriteChunksRequest:
+    return pb.WriteChunksRequest(part=encode_part(part))
+
+
+def decode_write_part(message: pb.WriteChunksRequest) -> api.ChunkPart:
     if not message.HasField("part"):
-        return decode_results(message.results)
-    part = message.part
-    return api.ChunkPart(part.chunk, part.offset, part.object_bytes, part.checksum, part.data)
+        raise invalid("part", "is missing: one message begins a stream, all others are parts")
+    return decode_part(message.part)
+
+
+def decode_write_response(message: pb.WriteChunksResponse) -> tuple[ChunkResult, ...]:
+    return decode_results(message.results)
+
+
+def encode_write_response(results: Iterable[ChunkResult]) -> pb.WriteChunksResponse:
+    return pb.WriteChunksResponse(results=encode_results(results))

@@ -133,6 +133,12 @@ class FromThread:
     def read_chunks(self, request: api.ReadChunksRequest) -> AsyncGenerator[api.ReadChunksAnswer, None]:
         return _each(self._client.read_chunks(request))
 
+    async def write_chunks(self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]) -> Any:
+        found: dict[int, bytes] = {}
+        async for part in parts:
+            found[part.chunk] = found.get(part.chunk, b"") + part.data
+        return await asyncio.to_thread(self._client.write_objects, request, found)
+
     def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
         return _each(self._client.watch(request))
 
@@ -143,18 +149,6 @@ async def _each(stream: Generator[T, None, None]) -> AsyncGenerator[T, None]:
             yield event
     finally:
         await asyncio.to_thread(stream.close)
-
-    async def read_chunks(self, request: api.ReadChunksRequest) -> AsyncGenerator[api.ReadChunksAnswer, None]:
-        for answer in await asyncio.to_thread(lambda: list(self._client.read_chunks(request))):
-            yield answer
-
-    async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
-        stream = self._client.watch(request)
-        try:
-            while (event := await asyncio.to_thread(next, stream, None)) is not None:
-                yield event
-        finally:
-            await asyncio.to_thread(stream.close)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -373,7 +374,7 @@ async def test_what_is_stored_and_cleared_is_told_to_watchers(engine: Engine) ->
     await watching.aclose()
 
 
-async def test_what_was_stored_is_read_as_bytes(engine: Engine) -> None:
+async def test_what_was_stored_is_read_as_bytes_and_written_again(engine: Engine) -> None:
     prompt = tokens(2, first=secrets.randbelow(1 << 30))
     blocks, each = engine.blocks(prompt.num_tokens), CHUNK // BLOCK
     engine.image.write(blocks)
@@ -386,3 +387,12 @@ async def test_what_was_stored_is_read_as_bytes(engine: Engine) -> None:
     assert [one.data for one in answers[:-1]] == objects
     assert [(one.chunk, one.offset) for one in answers[:-1]] == [(0, 0), (1, 0)]
     assert answers[-1] == (ChunkResult(0, 2, ChunkOutcome.LOADED),)
+    parts, other = answers[:-1], tokens(2, first=secrets.randbelow(1 << 30))
+    begin = api.WriteChunksRequest(engine.engine_id, engine.space, other, len(objects[0]), parts[0].order)
+
+    async def coming() -> AsyncIterator[api.ChunkPart]:
+        for part in parts:
+            yield part
+
+    assert await engine.worker.write_chunks(begin, coming()) == (ChunkResult(0, 2, ChunkOutcome.STORED),)
+    assert (await engine.lookup(other, secrets.token_hex(8))).status.hit_tokens == 2 * CHUNK

@@ -10,13 +10,24 @@ import json
 import re
 import secrets
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from kvgrpc.client import Client, Hashes, Hello, LookupRequest, Role, SpaceRef, Tokens
+from kvgrpc.client import (
+    Client,
+    Hashes,
+    Hello,
+    LookupRequest,
+    ReadChunksRequest,
+    Reader,
+    Role,
+    SpaceRef,
+    TokenRange,
+    Tokens,
+)
 from tests.examples.engine import HASHES, IDENTITY, PROMPT, stored
 from tests.served import Served, serving, wait_until
 
@@ -27,7 +38,8 @@ PROGRAMS = {
     "java": (str(BUILD / "java/client"),),
     "cpp": (str(BUILD / "cpp/client"),),
 }
-
+COPIES = ("typescript", "go")
+"""They read and store bytes, too."""
 JAVA_UNIX = ("java", "unix")
 """Debian's netty has no native transport; a test of its own holds what is said then."""
 
@@ -92,11 +104,34 @@ def as_python_sees_it(address: str) -> dict[str, object]:
 def test_each_sees_what_python_sees(place: Place, language: str, transport: str) -> None:
     address = place.served.address if transport == "unix" else place.tcp
     expected = as_python_sees_it(address)
-    assert expected["hit_tokens"] == expected["hash_hit_tokens"] == 512 and expected["chunks"] == 4
+    assert expected["hit_tokens"] == expected["hash_hit_tokens"] == 512
     done = run(language, address)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
-    assert json.loads(line) == expected
+    said = json.loads(line)
+    copied = said.pop("copied", None)
+    assert said == expected
+    assert (copied is not None) == (language in COPIES)
+    if copied is not None:
+        first_token = copied.pop("first_token")
+        original, copy = objects_of(address, PROMPT), objects_of(address, range(first_token, first_token + len(PROMPT)))
+        assert original == copy
+        assert copied == {"read_bytes": sum(map(len, original)), "stored_chunks": 2, "hit_tokens": 512}
+
+
+def objects_of(address: str, prompt: Iterable[int]) -> list[bytes]:
+    """Its chunks, as the Python client reads them."""
+    engine_id = secrets.token_hex(16)
+    with Client(address) as client:
+        space = SpaceRef(client.handshake(Hello(identity=IDENTITY)).space_base)
+        session = client.attach(engine_id, Role.SCHEDULER, secrets.token_bytes(16))
+        next(session)
+        answer = client.lookup(LookupRequest(engine_id, "r", space, Tokens.from_ids(prompt)))
+        whole = TokenRange(0, answer.status.hit_tokens)
+        found, _ = client.read_objects(ReadChunksRequest(engine_id, answer.job_id, Reader(0, 0), whole))
+        session.close()
+    assert sorted(found) == [0, 1]
+    return [found[0], found[1]]
 
 
 def test_java_needs_a_netty_with_its_native_transport_for_unix_sockets(place: Place) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+import zlib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from kvgrpc.api import ClearTarget, FreeRequest, Hello, ReadChunksRequest
+from kvgrpc.api import ChunkPart, ClearTarget, FreeRequest, Hello, ReadChunksRequest, WriteChunksRequest
+from kvgrpc.client import object_order
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
@@ -30,6 +32,7 @@ FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DAT
 ROUND = 10
 """Messages an RPC, before the engine is made anew: some of them end it."""
 
+WRITTEN = tokens_of(2, 3 * CHUNK)
 PROMPT, BLOCKS = tokens_of(1, 3 * CHUNK), tuple(range(3 * CHUNK // BLOCK))
 
 
@@ -46,6 +49,9 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{CACHE_SERVICE}/Fence": cache.encode_fence_request(one.engine_id, [1, 2]),
         f"/{CACHE_SERVICE}/ReadChunks": streams.encode_read_request(
             ReadChunksRequest(one.engine_id, job_id, Reader(0, 0), TokenRange(0, 3 * CHUNK))
+        ),
+        f"/{CACHE_SERVICE}/WriteChunks": streams.encode_write_begin(
+            WriteChunksRequest(one.engine_id, one.space, WRITTEN, one.object_bytes, order_of(one))
         ),
         f"/{CACHE_SERVICE}/Watch": cache_pb2.WatchRequest(space_base=one.space.space_base, snapshot=True),
         f"/{ENGINE_SERVICE}/Handshake": engine.encode_handshake_request(Hello(identity=one.identity)),
@@ -66,6 +72,38 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{ADMIN_SERVICE}/GetQuota": admin_pb2.GetQuotaRequest(cache_salt="none"),
         f"/{ADMIN_SERVICE}/DrainEngine": admin_pb2.DrainEngineRequest(engine="none", wait_ms=1),
     }
+
+
+def order_of(one: Engine) -> str:
+    return object_order(one.image.layout("none").groups)
+
+
+def stream_of(one: Engine, begin: Message, chance: Random) -> list[bytes]:
+    """A stream of WriteChunks in which one message or some are spoiled, lost, repeated or in each other's places."""
+    parts = [
+        streams.encode_write_part(ChunkPart(at, 0, one.object_bytes, zlib.crc32(data), data))
+        for at in range(3)
+        for data in (bytes([at]) * one.object_bytes,)
+    ]
+    messages = [message.SerializeToString() for message in (begin, *parts)]
+    for _ in range(chance.randrange(1, 3)):
+        at = chance.randrange(len(messages))
+        messages[at] = spoiled((begin, *parts)[at % 4], chance)
+        turn = chance.random()
+        if turn < 0.2:
+            del messages[at]
+        elif turn < 0.4:
+            messages.insert(chance.randrange(len(messages)), messages[at])
+        messages = messages or [b""]
+    return messages
+
+
+async def send_stream(channel: Any, path: str, messages: list[bytes], sent: Any) -> grpc.StatusCode:
+    call: Any = channel.stream_unary(path)(iter(messages), metadata=sent, timeout=ANSWER_S)
+    code: grpc.StatusCode = await call.code()
+    if code is grpc.StatusCode.INTERNAL and "Internal error from Core" in (await call.details() or ""):
+        return grpc.StatusCode.CANCELLED  # gRPC's own client lost the status behind a message on its way
+    return code
 
 
 async def send(channel: Any, path: str, data: bytes, sent: Any) -> grpc.StatusCode:
@@ -104,7 +142,12 @@ async def fuzz(server: LocalServer, seed: int, rounds: int, until_s: float = flo
                 where = f"seed {seed}, round {number}, {path}, message {at}: {data[:200]!r}, metadata {sent}"
                 channel = one.worker._stubs().channel
                 began = time.monotonic()
-                code = await send(channel, path, data, sent)
+                if path.endswith("/WriteChunks"):
+                    messages = stream_of(one, message, chance)
+                    where = f"seed {seed}, round {number}, {path}, message {at}, metadata {sent}"
+                    code = await send_stream(channel, path, messages, sent)
+                else:
+                    code = await send(channel, path, data, sent)
                 codes[code.name] = codes.get(code.name, 0) + 1
                 assert code not in FAULTS, f"{code.name} at {where}"
                 assert time.monotonic() - began < ANSWER_S + 2, f"no answer at {where}"

@@ -26,6 +26,7 @@ from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.access import AccessError, read_access, token_hash
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, RULES
 from tests.e2e.harness import BLOCK, CHUNK, Engine, outcomes, tokens_of
+from tests.e2e.written import chunks_of, writing
 from tests.security.guarded import Authority, Guarded, guarded, new_token, write_access
 
 PROMPT, BLOCKS = tokens_of(1, 2 * CHUNK), tuple(range(2 * CHUNK // BLOCK))
@@ -326,3 +327,18 @@ async def test_a_tenant_reads_bytes_of_its_own_lookups_only(tenants: Tenants) ->
         assert await reason_of(blue.scheduler.read_objects(theirs)) is Reason.JOB_UNKNOWN
         found, _ = await red.scheduler.read_objects(asked)
         assert found[1] == red.image.object_bytes(BLOCKS[CHUNK // BLOCK :])
+
+
+async def test_a_tenant_writes_bytes_under_its_own_salts_only(tenants: Tenants) -> None:
+    async with guarded("--access", str(tenants.file)) as server:
+        red, blue = await tenants.engine(server, "red"), await tenants.engine(server, "blue")
+        found, begin = chunks_of(red, 0, 2), writing(red, PROMPT)
+        theirs = replace(begin, engine_id=blue.engine_id)
+        assert await reason_of(blue.scheduler.write_objects(theirs, found)) is Reason.NOT_ALLOWED
+        assert await reason_of(blue.scheduler.write_objects(begin, found)) is Reason.NOT_ALLOWED
+        own = replace(theirs, space=blue.space)
+        assert await reason_of(blue.scheduler.write_objects(replace(own, engine_id=red.engine_id), found)) is (
+            Reason.ENGINE_UNKNOWN
+        )
+        assert outcomes(await blue.scheduler.write_objects(own, found)) == ["STORED"] * 2
+        assert (await red.hits(PROMPT), await blue.hits(PROMPT)) == (0, 2)

@@ -171,6 +171,12 @@ class FakeClient:
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         await self._cache.act(self._client_id, "fence", (engine_id, tuple(call_ids)))
 
+    async def write_chunks(
+        self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart]
+    ) -> tuple[ChunkResult, ...]:
+        await self._cache.act(self._client_id, "write_chunks", (request, [part async for part in parts]))
+        return (ChunkResult(0, 1, ChunkOutcome.STORED),)
+
     async def read_chunks(self, request: api.ReadChunksRequest) -> AsyncIterator[api.ReadChunksAnswer]:
         await self._cache.act(self._client_id, "read_chunks", request)
         yield ()

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from kvgrpc.telemetry.running import STOP_S
-from tests.e2e.harness import CHUNK, tokens_of
+from tests.e2e.harness import BLOCK, CHUNK, Engine, tokens_of
 from tests.served import stop
 from tests.telemetry.watched import Watched, watched
 
 LOOKUPS = 4000
 """More spans than may wait."""
+ROUNDS, A_ROUND = 30, 40
 
 
 @contextlib.contextmanager
@@ -59,3 +60,41 @@ async def test_calls_go_on_and_the_end_waits_two_seconds_at_most(kind: str):
     assert longest_s < max(2, 4 * usual_s), "a batch of lookups waited for the collector"
     assert dropped > 0
     assert stop_s < STOP_S + max(1, 3 * usual_stop_s)  # the machine's own noise
+
+
+def p99_s(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) * 99 // 100]
+
+
+async def latencies(engine: Engine, count: int) -> list[float]:
+    """Seconds of single lookups, one after the other."""
+    prompt, taken = tokens_of(1, CHUNK), list[float]()
+    for _ in range(count):
+        begin = time.perf_counter()
+        answer = await engine.lookup(prompt)
+        taken.append(time.perf_counter() - begin)
+        await engine.free(answer)
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["refused", "silent"])
+async def test_slow_lookups_are_no_slower(kind: str):
+    """The 99th percentile with the collector and without, of two servers that are asked in turns, so that whatever else
+    the machine does meets both. The bound is loose: it finds a call that waits, and no cost of spans."""
+    with address_of(kind) as address:
+        flags = ("--otlp-endpoint", address, "--trace-share", "1", "--otlp-interval-ms", "200")
+        async with watched() as without, watched(*flags) as dead:
+            engines = {"without": await without.engine(), "dead": await dead.engine()}
+            for engine in engines.values():
+                await engine.store(tokens_of(1, CHUNK), range(CHUNK // BLOCK))
+            taken: dict[str, list[float]] = {name: [] for name in engines}
+            for turn in range(ROUNDS):
+                for name in sorted(engines, reverse=turn % 2 == 1):
+                    taken[name] += await latencies(engines[name], A_ROUND)
+            for engine in engines.values():
+                await engine.stop()
+    usual_s, beside_s = p99_s(taken["without"]), p99_s(taken["dead"])
+    print(
+        f"p99 of {len(taken['dead'])} lookups: {usual_s * 1e3:.2f} ms without, {beside_s * 1e3:.2f} ms with a dead one"
+    )
+    assert beside_s < 3 * usual_s + 0.005

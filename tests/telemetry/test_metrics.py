@@ -17,10 +17,11 @@ from kvgrpc.core.types import Policy, Reader, Role, SpaceRef, TokenRange
 from kvgrpc.service.calls import RULES
 from kvgrpc.status import REASON_CODES
 from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of
+from tests.e2e.written import chunks_of, writing
 from tests.telemetry.watched import Watched, watched
 
 DOCS = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
-SERIES_MOST = 500
+SERIES_MOST = 510
 LOOKUPS = 10_000
 
 
@@ -99,6 +100,7 @@ async def every_call(server: Watched) -> None:
     await engine.worker.read_objects(
         ReadChunksRequest(engine.engine_id, answer.job_id, Reader(0, 0), TokenRange(0, CHUNK))
     )
+    await engine.worker.write_objects(writing(engine, prompt), chunks_of(engine, 0, 1))
     await engine.scheduler.query(engine.engine_id, answer.job_id)
     await engine.retrieve(answer, blocks)
     await engine.free(answer)
