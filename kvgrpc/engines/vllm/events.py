@@ -58,9 +58,9 @@ class Announcer:
             self._told[block] = None
         self._remove(list(islice(self._told, max(0, len(self._told) - self._most))))
 
-    def looked_up(self, request: Request, hit_tokens: int) -> None:
-        """All servers have answered, and have so much of it."""
-        end = len(request.block_hashes) // self._step
+    def looked_up(self, request: Request, hit_tokens: int, asked_tokens: int) -> None:
+        """All servers have answered, and have so much of what was asked for."""
+        end = min(len(request.block_hashes) // self._step, asked_tokens // self._block_size)
         self._remove(self._hashes(request, hit_tokens // self._block_size, end))
 
     def reset(self) -> None:
