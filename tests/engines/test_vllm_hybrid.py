@@ -129,6 +129,13 @@ def test_a_failed_request_is_not_looked_up_again():
     assert "pins of r" in d.client.given_back
 
 
+def test_long_chunks_for_states_are_told_of(caplog: pytest.LogCaptureFixture):
+    d = desk(groups=Groups((BLOCK, BLOCK), frozenset({1}), whole=True, again=False))
+    d.arrive("r", 100)
+    d.arrive("s", 100)
+    assert len([each for each in caplog.records if f"--chunk-tokens {BLOCK} for more hits" in each.message]) == 1
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 

@@ -202,6 +202,7 @@ def test_parallel_places():
         ({"kinds": (spec(), STATE), "device": "cuda"}, "FullAttentionSpec, MambaSpec.*on CPUs only so far$"),
         ({"kinds": (spec(), WINDOW), "speculative": speculative("eagle")}, "speculative decoding by eagle"),
         ({"kinds": (spec(), STATE), "speculative": speculative("ngram")}, "speculative decoding by ngram"),
+        ({"kinds": (spec(), *[WINDOW] * 40)}, "41 KV cache groups, which is more than an identity has room for"),
         ({"algorithm": "xxhash", "hashes": "block"}, "differ in each process"),
         ({"tp": 3, "heads": 2}, "one must divide the other"),
     ],

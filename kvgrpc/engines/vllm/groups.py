@@ -14,6 +14,10 @@ WITHOUT = "start vLLM with --disable-hybrid-kv-cache-manager, which keeps everyt
 """The way out for windows and chunked attention beside full attention; there is none for states."""
 
 
+MOST_FORM = 1024
+"""Characters of a stored form in the protocol."""
+
+
 class UnsupportedError(ValueError):
     """A configuration that this connector cannot serve; said at start, by name."""
 
@@ -22,13 +26,13 @@ def name_of(spec: Any) -> str:
     return type(spec).__name__
 
 
-def check_groups(groups: Sequence[Any], device: str, speculative: Any) -> list[tuple[GroupKind, int]]:
-    """What each group's layers keep, and its window. Raises UnsupportedError."""
-    kinds = [_kind(group.kv_cache_spec) for group in groups]
+def check_groups(groups: Sequence[Any], device: str, speculative: Any) -> None:
+    """Raises UnsupportedError."""
+    kinds = [kind_of(group.kv_cache_spec) for group in groups]
     if not kinds:
         raise UnsupportedError("kvgrpc: this model has no KV cache")
     if len(kinds) == 1 and kinds[0][0] is GroupKind.FULL:
-        return kinds
+        return
     names = ", ".join(sorted({name_of(group.kv_cache_spec) for group in groups}))
     hybrid = f"this model has {len(kinds)} KV cache group(s) ({names})"
     states = any(kind is GroupKind.RECURRENT for kind, _ in kinds)
@@ -40,7 +44,15 @@ def check_groups(groups: Sequence[Any], device: str, speculative: Any) -> list[t
             f"kvgrpc: {hybrid}, and speculative decoding by {speculative.method}, which are not supported together"
             f"{way_out}"
         )
-    return kinds
+
+
+def check_form(stored_form: str) -> None:
+    """Raises UnsupportedError for a model of more groups than the protocol has room for in an identity."""
+    if len(stored_form) > MOST_FORM:
+        raise UnsupportedError(
+            f"kvgrpc: this model has {stored_form.count('+') + 1} KV cache groups, which is more than an identity has "
+            f"room for; {WITHOUT}"
+        )
 
 
 def groups_of(forms: Sequence[Form]) -> Groups:
@@ -60,7 +72,8 @@ def _again(form: Form) -> bool:
     return form.kind is GroupKind.FULL
 
 
-def _kind(spec: Any) -> tuple[GroupKind, int]:
+def kind_of(spec: Any) -> tuple[GroupKind, int]:
+    """What a group's layers keep, and its window. Raises UnsupportedError."""
     match name_of(spec):
         case "FullAttentionSpec" | "MLAAttentionSpec":
             return GroupKind.FULL, 0

@@ -18,54 +18,19 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from kvgrpc.api import Content, Hashes, Tokens
 from kvgrpc.core.types import NULL_BLOCK
 from kvgrpc.engines.vllm.events import Announcer
 from kvgrpc.engines.vllm.metadata import BlockIds, Load, Report, Save, Step
-from kvgrpc.engines.vllm.options import Wish, parse_wish
+from kvgrpc.engines.vllm.options import parse_wish
 from kvgrpc.engines.vllm.ports import Blocks, Request, Terms
 from kvgrpc.engines.vllm.servers import Asked, Found, Servers
+from kvgrpc.engines.vllm.tracked import Held, Tracked
 
 log = logging.getLogger("vllm.kvgrpc")
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """One request."""
-
-    request: Request
-    wish: Wish
-    lora: str
-    cacheable: bool
-    attempt: int = 0
-    spent: bool = False
-    """The round has ended: the next question begins another one."""
-    result: Found | None = None
-    offer: tuple[int, int] = (0, 0)
-    """(first token, tokens) of the last answer."""
-    load: Load | None = None
-    """Asked of the workers, not received yet."""
-    load_failed: bool = False
-    """Nothing is loaded for it again: else it could fail for ever."""
-    chunk_tokens: int = 0
-    """That ``stored`` counts in."""
-    stored: int = 0
-    """Chunks that the server has, or was asked to store."""
-
-
-@dataclass(slots=True)
-class Held:
-    """Blocks of a save, and how many workers still have to let go of them. ``findable``: up to which token the save can
-    be found once they have, as far as known."""
-
-    blocks: tuple[int, ...]
-    workers: int
-    request: Request
-    start: int
-    findable: int
 
 
 class Scheduler:
@@ -221,6 +186,11 @@ class Scheduler:
                 f"start the server with --chunk-tokens of a multiple of {self._terms.block_size}"
             )
             return False
+        if self._terms.groups.states and chunk > self._terms.block_size:
+            self._tell(
+                f"a state is found where a step ended with a chunk of {chunk} tokens, and steps end with blocks of "
+                f"{self._terms.block_size}: start the server with --chunk-tokens {self._terms.block_size} for more hits"
+            )
         return chunk > 0
 
     def _prefix(self, tracked: Tracked, chunk: int) -> Content:

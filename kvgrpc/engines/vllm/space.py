@@ -16,7 +16,7 @@ from typing import Any
 from kvgrpc.api import OWN_HASH_ALGORITHM
 from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import SpaceIdentity
-from kvgrpc.engines.vllm.groups import UnsupportedError, check_groups, groups_of, name_of
+from kvgrpc.engines.vllm.groups import UnsupportedError, check_form, check_groups, groups_of, kind_of, name_of
 from kvgrpc.engines.vllm.memory import Form
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.transfer.layout import stored_form
@@ -51,23 +51,16 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     _check_parallel(config.parallel_config)
     specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
     device = str(config.device_config.device_type)
-    kinds = check_groups(kv_config.kv_cache_groups, device, config.speculative_config)
+    check_groups(kv_config.kv_cache_groups, device, config.speculative_config)
     is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
     algorithm = OWN_HASH_ALGORITHM if own_hashes else f"vllm:{cache.prefix_caching_hash_algo}"
     forms = tuple(
-        Form(
-            tuple(group.layer_names),
-            int(spec.block_size),
-            int(kv_config.num_blocks),
-            backend=f"vllm-{version}-{device}-{'mla' if name_of(spec) == 'MLAAttentionSpec' else 'attn'}",
-            layout=f"{kv_config.kv_cache_layout or 'unknown'}-{_layout_digest(config, spec, device)}",
-            kind=kind,
-            window_tokens=window,
-        )
-        for group, spec, (kind, window) in zip(kv_config.kv_cache_groups, specs, kinds, strict=True)
+        _form(at, group, config, kv_config, f"vllm-{version}-{device}")
+        for at, group in enumerate(kv_config.kv_cache_groups)
     )
+    check_form(stored_form([form.group() for form in forms]))
     groups = groups_of(forms)
     strategy = _strategy(config, is_mla, len(forms) > 1)
     identity = SpaceIdentity(
@@ -97,6 +90,23 @@ def _check_parallel(parallel: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(f"kvgrpc: {name} is {size}; only 1 is supported: ranks would hold parts of a block")
+
+
+def _form(at: int, group: Any, config: Any, kv_config: Any, program: str) -> Form:
+    """What is the same for all groups is said with the first one, since an identity is short."""
+    spec = group.kv_cache_spec
+    kind, window = kind_of(spec)
+    attention = "mla" if name_of(spec) == "MLAAttentionSpec" else "attn"
+    digest = _layout_digest(config, spec, str(config.device_config.device_type))
+    return Form(
+        tuple(group.layer_names),
+        int(spec.block_size),
+        int(kv_config.num_blocks),
+        backend=attention if at else f"{program}-{attention}",
+        layout=digest if at else f"{kv_config.kv_cache_layout or 'unknown'}-{digest}",
+        kind=kind,
+        window_tokens=window,
+    )
 
 
 def _hashing(algorithm: str, wanted: str, seed: str | None) -> tuple[bool, tuple[str, ...]]:
