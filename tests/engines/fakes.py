@@ -13,11 +13,13 @@ from typing import Any
 from kvgrpc.api import Content, Hashes, RegisterAnswer
 from kvgrpc.client.lookups import LookupResult
 from kvgrpc.core.types import TokenRange
-from kvgrpc.engines.vllm.ports import Terms
+from kvgrpc.engines.vllm.ports import Groups, Terms
 from kvgrpc.engines.vllm.scheduler import Scheduler
 from kvgrpc.engines.vllm.servers import Servers
 
 BLOCK, CHUNK = 16, 32
+ONE = Groups((BLOCK,))
+"""A model whose layers all need everything."""
 
 
 class FakeRequest:
@@ -82,15 +84,20 @@ class FakeClient:
 class FakeBlocks:
     """Tables that tests fill, and how often each block is held."""
 
+    null = 0
+
     def __init__(self, total: int = 1000) -> None:
         self.total = total
         self.tables: dict[str, list[int]] = {}
+        self.others: dict[str, list[list[int]]] = {}
+        """Of the groups behind the first one."""
         self.held: Counter[int] = Counter()
 
-    def of(self, request_id: str) -> Sequence[int]:
-        return self.tables[request_id]
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        return [self.tables[request_id], *self.others.get(request_id, [])]
 
     def hold(self, block_ids: Sequence[int]) -> None:
+        assert self.null not in block_ids
         self.held.update(block_ids)
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -119,8 +126,9 @@ def desk(
 ) -> Desk:
     """``others``: servers of further nodes. ``servers``: instead of all these."""
     client, blocks = FakeClient(), FakeBlocks()
-    asked = servers if servers is not None else Servers([client, *others])
-    return Desk(client, blocks, Scheduler(asked, Terms(BLOCK, BLOCK, **terms), lambda _: lora, blocks))
+    groups = terms.pop("groups", ONE)
+    asked = servers if servers is not None else Servers([client, *others], groups.whole)
+    return Desk(client, blocks, Scheduler(asked, Terms(groups, BLOCK, **terms), lambda _: lora, blocks))
 
 
 class FakeCopier:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kvgrpc.transfer.layout import check_layout
 
 BLOCKS, HEADS, STATES, CONTENT = 8, 2, 32, 16
 RUN = HEADS * STATES * CONTENT * 2
-FORM = Form(STATES, BLOCKS, "test", "layout")
+FORM = Form(("a", "b"), STATES, BLOCKS, "test", "layout")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def read(layout: Layout, layer: int, block: int) -> bytes:
 def test_what_the_engine_writes_is_where_the_layout_says(make):
     tensors = make()
     tensors["a"][3] = 1
-    layout = share(tensors, ["a", "b"], FORM)
+    layout = share(tensors, [FORM])
     check_layout(layout, 2 * STATES)
     for number, (name, tensor) in enumerate(tensors.items()):
         for block in range(BLOCKS):
@@ -87,7 +88,7 @@ def test_what_the_engine_writes_is_where_the_layout_says(make):
 def test_what_was_there_before_is_kept_and_the_object_is_private():
     tensors = layers_outermost()
     tensors["b"][5] = 7
-    layout = share(tensors, ["a", "b"], FORM)
+    layout = share(tensors, [FORM])
     assert tensors["b"][5].eq(7).all()
     (piece,) = layout.memory
     assert isinstance(piece, SharedMemory)
@@ -96,7 +97,7 @@ def test_what_was_there_before_is_kept_and_the_object_is_private():
 
 
 def test_layers_that_lie_alike_are_one_entry():
-    assert [len(share(make(), ["a", "b"], FORM).groups[0].runs) for make in (layers_outermost, of_their_own)] == [1, 2]
+    assert [len(share(make(), [FORM]).groups[0].runs) for make in (layers_outermost, of_their_own)] == [1, 2]
 
 
 def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
@@ -104,23 +105,23 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     tensors = layers_outermost()
     place = tensors["a"].data_ptr()
     with pytest.raises(NotShareableError, match="does not fit into /dev/shm"):
-        share(tensors, ["a", "b"], FORM)
+        share(tensors, [FORM])
     assert tensors["a"].data_ptr() == place
 
 
 def test_blocks_in_pieces_are_refused_by_name():
     raw = torch.zeros(2, BLOCKS, HEADS, STATES, CONTENT)
     with pytest.raises(NotShareableError, match="layer a: a block is not one run"):
-        share({"a": raw.transpose(0, 1)[:, :, 0]}, ["a"], FORM)
+        share({"a": raw.transpose(0, 1)[:, :, 0]}, [replace(FORM, layers=("a",))])
     with pytest.raises(NotShareableError, match="8 blocks"):
-        share({"a": torch.zeros(4, 2, 2)}, ["a"], FORM)
+        share({"a": torch.zeros(4, 2, 2)}, [replace(FORM, layers=("a",))])
     with pytest.raises(NotShareableError, match="meta"):
-        share({"a": torch.zeros(BLOCKS, 2, 2, device="meta")}, ["a"], FORM)
+        share({"a": torch.zeros(BLOCKS, 2, 2, device="meta")}, [replace(FORM, layers=("a",))])
 
 
 def test_cards_are_asked_to_put_a_blocks_layers_side_by_side():
     assert (memory.preferred_layout("cuda"), memory.preferred_layout("cpu")) == ("BLHNC", None)
-    (runs,) = share(blocks_outermost(), ["a", "b"], FORM).groups[0].runs
+    (runs,) = share(blocks_outermost(), [FORM]).groups[0].runs
     assert (runs.layer_stride_bytes, runs.block_stride_bytes) == (RUN, 2 * RUN)
 
 
@@ -149,10 +150,10 @@ def test_tensors_of_a_card_are_exported_as_they_lie(make, monkeypatch: pytest.Mo
     begin = 0x7F0000000000
     monkeypatch.setattr(device, "export_memory", lambda at: (b"h" * 64, "uuid", at - begin, 1 << 30))
     tensors = {name: OnACard(begin, tensor) for name, tensor in make().items()}
-    layout = share(tensors, ["a", "b"], FORM)  # pyright: ignore[reportArgumentType]
+    layout = share(tensors, [FORM])  # pyright: ignore[reportArgumentType]
     check_layout(layout, 2 * STATES)
     (piece,), (group,) = layout.memory, layout.groups
     assert isinstance(piece, CudaIpcMemory)
     assert piece.size_bytes == 2 * BLOCKS * RUN
-    (of_a_cpu,) = share(make(), ["a", "b"], FORM).groups
+    (of_a_cpu,) = share(make(), [FORM]).groups
     assert group == of_a_cpu

@@ -58,7 +58,7 @@ def test_a_load_names_the_blocks_behind_the_local_prefix():
     d.scheduler.allocated(request, 48)
     (load,) = d.scheduler.step([]).loads
     assert (load.start, load.end, load.job_ids) == (48, 96, (b"job",))
-    assert load.blocks == tuple(d.blocks.tables["r"][3:6])
+    assert load.blocks == (tuple(d.blocks.tables["r"][3:6]),)
     assert d.scheduler.step([]).loads == []
 
 
@@ -94,7 +94,7 @@ def test_a_failed_load_is_not_tried_again():
     d.scheduler.matched(request, 0)
     d.scheduler.allocated(request, 96)
     (load,) = d.scheduler.step([]).loads
-    d.scheduler.update(None, ["r"], load.blocks[3:])
+    d.scheduler.update(None, ["r"], load.blocks[0][3:])
     assert d.scheduler.matched(request, 0) == (0, False)
     d.scheduler.allocated(request, 0)
     assert "pins of r" in d.client.given_back
@@ -139,7 +139,7 @@ def test_an_abort_gives_everything_back(moment: str):
     assert d.client.given_back.count("all of r") == 1
     assert len(saves) == (done >= 4)
     for save in saves:
-        assert sorted(d.blocks.held) == sorted(save.blocks)
+        assert sorted(d.blocks.held) == sorted(save.blocks[0])
         d.scheduler.update(Report({save.save_id: 1}), (), ())
     assert (d.scheduler.tracked, d.scheduler.held_blocks, d.scheduler.busy) == (0, 0, False)
     assert not d.blocks.held
@@ -155,7 +155,7 @@ def test_whole_chunks_are_saved_as_they_are_computed():
     d.scheduler.allocated(request, 0)
     spans = []
     for computed in (20, 40, 100):
-        spans += [(save.start, save.end, len(save.blocks)) for save in d.scheduler.step([("r", computed)]).saves]
+        spans += [(save.start, save.end, len(save.blocks[0])) for save in d.scheduler.step([("r", computed)]).saves]
     assert spans == [(0, 32, 2), (32, 96, 4)]
     request.all_token_ids += range(28)
     (save,) = d.scheduler.step([("r", 128)]).saves
@@ -199,7 +199,7 @@ def test_blocks_are_held_until_every_worker_has_let_go():
     (save,) = d.scheduler.step([("r", 64)]).saves
     d.scheduler.finished("r")
     for _ in range(2):
-        assert sorted(d.blocks.held) == sorted(save.blocks)
+        assert sorted(d.blocks.held) == sorted(save.blocks[0])
         assert d.scheduler.busy
         d.scheduler.update(Report({save.save_id: 1}), (), ())
     assert not d.blocks.held
@@ -215,7 +215,7 @@ def test_saves_hold_a_share_of_the_pool_and_go_on_later():
     assert d.scheduler.step([("b", 64)]).saves == []
     d.scheduler.update(Report({first.save_id: 1}), (), ())
     (second,) = d.scheduler.step([("b", 64)]).saves
-    assert second.blocks == tuple(d.blocks.tables["b"][:4])
+    assert second.blocks == (tuple(d.blocks.tables["b"][:4]),)
 
 
 # ---- who, and what is wanted ----------------------------------------------------------------------------------------

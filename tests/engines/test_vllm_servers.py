@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.client import ParallelStrategy
+from kvgrpc.engines.vllm.groups import UnsupportedError
 from kvgrpc.engines.vllm.servers import Servers, check_nodes, node_of, nodes_of
-from kvgrpc.engines.vllm.space import UnsupportedError
 from tests.engines.fakes import CHUNK, FakeClient, desk
 
 

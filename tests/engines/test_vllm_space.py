@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvgrpc.engines.vllm.groups import UnsupportedError
 from kvgrpc.engines.vllm.options import Options, parse_options
-from kvgrpc.engines.vllm.space import Facts, UnsupportedError, facts_of
+from kvgrpc.engines.vllm.ports import Groups
+from kvgrpc.engines.vllm.space import Facts, facts_of
 
 
 class FullAttentionSpec(Config):
@@ -18,6 +20,18 @@ class FullAttentionSpec(Config):
 
 
 class MLAAttentionSpec(Config):
+    pass
+
+
+class SlidingWindowSpec(Config):
+    pass
+
+
+class ChunkedLocalAttentionSpec(Config):
+    pass
+
+
+class UniformTypeKVCacheSpecs(Config):
     pass
 
 
@@ -47,7 +61,7 @@ def facts(
         cache_config=Config(
             prefix_caching_hash_algo=changes.get("algorithm", "sha256"), cache_dtype=changes.get("kv", "auto")
         ),
-        device_config=Config(device_type="cpu"),
+        device_config=Config(device_type=changes.get("device", "cpu")),
         kv_transfer_config=Config(engine_id="e" * 32),
         speculative_config=changes.get("speculative"),
         attention_config=Config(backend=changes.get("backend")),
@@ -63,6 +77,28 @@ def facts(
     )
     kv = Config(kv_cache_groups=groups, num_blocks=10, kv_cache_layout="LBHNC", hash_block_size=32)
     return facts_of(config, kv, namespace, hashes, seed, changes.get("version", "0.32.0"))
+
+
+def speculative(method: str, drafter: str = "org/drafter") -> Any:
+    return Config(
+        method=method,
+        use_eagle=lambda: method == "eagle",
+        uses_draft_kv_cache=lambda: method != "ngram",
+        draft_model_config=Config(model=drafter, revision=None),
+    )
+
+
+WINDOW = spec(SlidingWindowSpec, sliding_window=96)
+CHUNKED = spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)
+STATE_FACTS = {
+    "block_size": 64,
+    "shapes": ((2, 256),),
+    "dtypes": ("torch.bfloat16",),
+    "mamba_type": "short_conv",
+    "page_size_bytes": 16384,
+}
+STATE = MambaSpec(**STATE_FACTS, mamba_cache_mode="align")
+UNALIGNED = MambaSpec(**STATE_FACTS, mamba_cache_mode="none")
 
 
 def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
@@ -91,15 +127,6 @@ def test_what_changes_bytes_changes_the_space(other: dict[str, Any]):
     assert facts(**other).identity != facts().identity
 
 
-def speculative(method: str, drafter: str = "org/drafter") -> Any:
-    return Config(
-        method=method,
-        use_eagle=lambda: method == "eagle",
-        uses_draft_kv_cache=lambda: method != "ngram",
-        draft_model_config=Config(model=drafter, revision=None),
-    )
-
-
 def test_layers_of_a_drafter_are_part_of_the_blocks():
     drafted = [facts(speculative=speculative("eagle", drafter)).identity for drafter in ("org/one", "org/two")]
     drafted.append(facts(speculative=speculative("draft_model", "org/one")).identity)
@@ -121,6 +148,38 @@ def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
     assert facts(model=str(tmp_path), namespace="n").identity == facts(model="elsewhere", namespace="n").identity
 
 
+def test_groups_of_hybrid_models():
+    hybrid = facts(kinds=(WINDOW, spec(), CHUNKED, STATE))
+    assert [(form.kind.name, form.window_tokens, form.block_size) for form in hybrid.forms] == [
+        ("SLIDING_WINDOW", 96, 32),
+        ("FULL", 0, 32),
+        ("CHUNKED_LOCAL", 64, 32),
+        ("RECURRENT", 0, 64),
+    ]
+    assert hybrid.groups == Groups((32, 32, 32, 64), frozenset({3}), whole=True, again=False)
+    assert hybrid.groups.block_size == 64
+    assert (facts().groups, facts(kinds=(WINDOW,)).groups) == (Groups((32,)), Groups((32,), whole=True))
+    assert facts(kinds=(spec(), WINDOW)).identity != facts(kinds=(spec(), spec())).identity
+    assert facts(kinds=(spec(), WINDOW), speculative=speculative("ngram")).groups.whole
+
+
+@pytest.mark.parametrize(("window", "again"), [(95, True), (96, True), (97, False), (98, True)])
+def test_the_last_token_of_a_hit_is_computed_again_where_its_window_is_there(window: int, again: bool):
+    """vLLM gives a hit the blocks of the window of the token behind it. With 97 tokens that window begins with a block,
+    and the one of the hit's last token in the block before."""
+    assert facts(kinds=(spec(), spec(SlidingWindowSpec, sliding_window=window))).groups.again is again
+
+
+def test_ranks_of_hybrid_models_never_share_objects():
+    """States differ where heads are the same."""
+    strategies = [facts(kinds=(spec(), STATE), tp=4, heads=2, rank=rank).strategy for rank in range(4)]
+    assert [(each.kv_rank, each.kv_world_size, each.is_kv_writer) for each in strategies] == [
+        (rank, 4, True) for rank in range(4)
+    ]
+    mixed = facts(kinds=(spec(MLAAttentionSpec), STATE), tp=2, rank=1).strategy
+    assert (mixed.kv_rank, mixed.kv_world_size) == (1, 2)
+
+
 def test_parallel_places():
     ranks = [facts(tp=2, pp=2, rank=rank).strategy.kv_rank for rank in range(4)]
     assert ranks == [0, 1, 2, 3]
@@ -136,8 +195,14 @@ def test_parallel_places():
     [
         ({"dcp": 2}, "decode_context_parallel_size is 2"),
         ({"pcp": 2}, "prefill_context_parallel_size is 2"),
-        ({"kinds": (spec(), spec(MambaSpec))}, "2 KV cache groups .FullAttentionSpec, MambaSpec."),
-        ({"kinds": (spec(MambaSpec),)}, "MambaSpec are not supported"),
+        ({"kinds": (spec(), UNALIGNED)}, "mamba_cache_mode 'align' only, not with 'none'"),
+        ({"kinds": (spec(UniformTypeKVCacheSpecs),)}, "kind UniformTypeKVCacheSpecs are not supported"),
+        ({"kinds": (spec(), WINDOW), "device": "cuda"}, "on CPUs only.*--disable-hybrid-kv-cache-manager"),
+        ({"kinds": (WINDOW,), "device": "cuda"}, "SlidingWindowSpec.*on CPUs only so far$"),
+        ({"kinds": (spec(), STATE), "device": "cuda"}, "FullAttentionSpec, MambaSpec.*on CPUs only so far$"),
+        ({"kinds": (spec(), WINDOW), "speculative": speculative("eagle")}, "speculative decoding by eagle"),
+        ({"kinds": (spec(), STATE), "speculative": speculative("ngram")}, "speculative decoding by ngram"),
+        ({"kinds": (spec(), *[WINDOW] * 40)}, "41 KV cache groups, which is more than an identity has room for"),
         ({"algorithm": "xxhash", "hashes": "block"}, "differ in each process"),
         ({"tp": 3, "heads": 2}, "one must divide the other"),
     ],

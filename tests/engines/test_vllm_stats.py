@@ -9,15 +9,15 @@ from kvgrpc.core.types import ChunkOutcome, ChunkResult
 from kvgrpc.engines.vllm.metadata import Load, Save, Step
 from kvgrpc.engines.vllm.stats import COUNTS, TIMES, Data, merge, summary
 from kvgrpc.engines.vllm.worker import Worker
-from tests.engines.fakes import BLOCK, CHUNK, FakeCopier
+from tests.engines.fakes import CHUNK, ONE, FakeCopier
 
-SAVE = Save(1, 0, 4 * CHUNK, tuple(range(8)), hashes=(b"h" * 36,) * 4)
+SAVE = Save(1, 0, 4 * CHUNK, (tuple(range(8)),), hashes=(b"h" * 36,) * 4)
 
 
 def counted(*outcomes: ChunkOutcome) -> Data:
     copier = FakeCopier()
-    worker = Worker(copier, BLOCK, writes=True)
-    worker.load([Load("r", (b"job",), 0, 3 * CHUNK, tuple(range(6)))])
+    worker = Worker(copier, ONE, writes=True)
+    worker.load([Load("r", (b"job",), 0, 3 * CHUNK, (tuple(range(6)),))])
     worker.save([SAVE])
     worker.begin(Step())
     copier.futures[0].set_result((ChunkResult(0, 2, ChunkOutcome.LOADED), ChunkResult(2, 1, ChunkOutcome.FAILED)))
@@ -66,7 +66,7 @@ def test_workers_are_summed_and_said_in_one_line():
 
 
 def test_a_save_that_was_for_nobody_says_nothing_of_what_can_be_found():
-    worker = Worker(FakeCopier(), BLOCK, writes=False)
+    worker = Worker(FakeCopier(), ONE, writes=False)
     worker.save([replace(SAVE)])
     worker.begin(Step())
     report = worker.take_report()

@@ -11,7 +11,7 @@ from kvgrpc.api import Hashes
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, TokenRange
 from kvgrpc.engines.vllm.metadata import Load, Save, Step
 from kvgrpc.engines.vllm.worker import Worker
-from tests.engines.fakes import BLOCK, CHUNK, FakeCopier
+from tests.engines.fakes import CHUNK, ONE, FakeCopier
 
 LOADED, FAILED, TORN, MISSING, STORED = (
     ChunkOutcome.LOADED,
@@ -20,13 +20,13 @@ LOADED, FAILED, TORN, MISSING, STORED = (
     ChunkOutcome.MISSING,
     ChunkOutcome.STORED,
 )
-LOAD = Load("r", (b"job",), 0, 96, (1, 2, 3, 4, 5, 6))
-SAVE = Save(7, 32, 64, (3, 4), hashes=(b"h" * 36,), first_chunk=1)
+LOAD = Load("r", (b"job",), 0, 96, ((1, 2, 3, 4, 5, 6),))
+SAVE = Save(7, 32, 64, ((3, 4),), hashes=(b"h" * 36,), first_chunk=1)
 
 
 def worker() -> tuple[Worker, FakeCopier]:
     copier = FakeCopier()
-    return Worker(copier, BLOCK, writes=True), copier
+    return Worker(copier, ONE, writes=True), copier
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_not_known_to_be_loaded_has_failed(results: list[tuple[int, int,
 
 def test_a_range_that_begins_inside_a_chunk():
     w, copier = worker()
-    w.load([replace(LOAD, start=48, blocks=(4, 5, 6))])
+    w.load([replace(LOAD, start=48, blocks=((4, 5, 6),))])
     assert copier.retrieves == [(b"job", TokenRange(48, 96), [[4, 5, 6]])]
     copier.futures[0].set_result((ChunkResult(1, 1, LOADED, ""), ChunkResult(2, 1, FAILED, "why")))
     w.poll()
@@ -69,14 +69,14 @@ def test_results_of_a_server_with_other_chunks_are_not_believed():
     copier.registration = replace(copier.registration, space_base=b"c" * 16, chunk_tokens=2 * CHUNK)
     copier.futures[0].set_result((ChunkResult(0, 3, LOADED, ""),))
     assert w.poll() == {"r"}
-    assert w.take_invalid() == set(LOAD.blocks)
+    assert w.take_invalid() == set(LOAD.blocks[0])
 
 
 def test_a_call_that_cannot_be_sent_is_a_failed_load():
     w, copier = worker()
     w.load([LOAD])
     copier.futures[0].set_exception(TypeError("no"))
-    assert (w.poll(), w.take_invalid()) == ({"r"}, set(LOAD.blocks))
+    assert (w.poll(), w.take_invalid()) == ({"r"}, set(LOAD.blocks[0]))
 
 
 def test_a_load_of_nothing_is_received_at_once():
@@ -86,11 +86,11 @@ def test_a_load_of_nothing_is_received_at_once():
 
 
 def test_a_worker_without_memory_fails_loads_and_ends_saves():
-    w = Worker(None, BLOCK, writes=True)
+    w = Worker(None, ONE, writes=True)
     w.load([LOAD])
     w.save([SAVE])
     w.begin(Step())
-    assert (w.poll(), w.take_invalid()) == ({"r"}, set(LOAD.blocks))
+    assert (w.poll(), w.take_invalid()) == ({"r"}, set(LOAD.blocks[0]))
     report = w.take_report()
     assert report is not None
     assert (report.ended, report.unusable) == ({7: 1}, True)
@@ -123,7 +123,7 @@ def test_a_reset_drops_what_is_not_sent():
 
 def test_a_worker_that_does_not_write_ends_saves_at_once():
     copier = FakeCopier()
-    w = Worker(copier, BLOCK, writes=False)
+    w = Worker(copier, ONE, writes=False)
     w.save([SAVE])
     w.begin(Step())
     report = w.take_report()
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_write_ends_saves_at_once():
 
 def test_each_worker_loads_from_the_server_of_its_node():
     copier = FakeCopier()
-    w = Worker(copier, BLOCK, writes=True, server=1)
+    w = Worker(copier, ONE, writes=True, server=1)
     w.load([replace(LOAD, job_ids=(b"first", b"second"))])
     assert [job_id for job_id, _, _ in copier.retrieves] == [b"second"]
 
@@ -153,7 +153,7 @@ def test_copies_of_a_cards_blocks_wait_for_what_the_card_was_given_before():
         return marks[-1]
 
     copier = FakeCopier()
-    w = Worker(copier, BLOCK, writes=True, mark=mark)
+    w = Worker(copier, ONE, writes=True, mark=mark)
     w.load([LOAD])
     w.save([SAVE])
     assert len(marks) == 2

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from vllm.config import KVEventsConfig
 
 from kvgrpc.client import ClearTarget, Client, ServerStatus
 from tests.served import Served, wait_until
 from tests.vllm.engine import Engine, Said, connector
+from tests.vllm.processes import Server
 
 KV_BYTES = 128 << 20
 
@@ -25,7 +27,9 @@ def prompt(seed: int, length: int) -> list[int]:
 class Bench:
     """``changes`` are arguments of LLM, ``extra`` options of the connector."""
 
-    def __init__(self, model: str, served: Served, extra: dict[str, Any] | None = None, **changes: Any) -> None:
+    def __init__(
+        self, model: str, served: Served | Server, extra: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         self.served = served
         kv = connector(served.address, **(extra or {}))
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -82,6 +86,27 @@ class Bench:
         """The scheduler's, of its only server."""
         (client,) = self.scheduler()._servers._servers
         return client
+
+    def blocks_at_the_end(self) -> list[tuple[list[list[int]], dict[str, torch.Tensor]]]:
+        """Grows with each request that finishes: its block tables, and a copy of every layer's blocks in their order,
+        taken before anybody else gets them."""
+        kept: list[tuple[list[list[int]], dict[str, torch.Tensor]]] = []
+        scheduler, real = self.scheduler(), self.scheduler().finished
+
+        def finished(request_id: str) -> None:
+            tables = [list(ids) for ids in scheduler.blocks.of(request_id)]
+            groups = self.engine.core.scheduler.kv_cache_config.kv_cache_groups
+            layers = {layer: ids for group, ids in zip(groups, tables, strict=True) for layer in group.layer_names}
+            tensors = self.layers()
+            kept.append((tables, {layer: tensors[layer][ids].clone() for layer, ids in layers.items()}))
+            real(request_id)
+
+        scheduler.finished = finished
+        return kept
+
+    def layers(self) -> dict[str, torch.Tensor]:
+        """The KV memory of every layer."""
+        return self.worker()._client._kept
 
     # ---- the server -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from tests.served import Served, serving
 if TYPE_CHECKING:
     from tests.vllm.bench import Bench
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
+collect_ignore_glob = ["*/hybrid/*"] if importlib.util.find_spec("vllm") else ["*"]
+"""A process has one engine: files of hybrid/ are run one by one, by their names."""
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -36,7 +37,7 @@ os.environ.pop("PYTHONHASHSEED", None)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Starting an engine of several processes takes minutes on a machine that others use, too."""
     for item in items:
-        if item.path.parent == Path(__file__).parent:
+        if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
 
 
@@ -48,6 +49,17 @@ def llama(tmp_path_factory: Any) -> str:
 
 
 @pytest.fixture(scope="session")
+def model(llama: str) -> str:
+    return llama
+
+
+@pytest.fixture(scope="session")
+def options() -> dict[str, Any]:
+    """Of the shared engine."""
+    return {}
+
+
+@pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     """Chunks of two blocks."""
     with serving("--chunk-tokens", "64", "--l1-size", "256MiB") as server:
@@ -55,10 +67,10 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def shared_bench(llama: str, served: Served) -> Iterator[Bench]:
+def shared_bench(model: str, served: Served, options: dict[str, Any]) -> Iterator[Bench]:
     from tests.vllm.bench import Bench
 
-    bench = Bench(llama, served)
+    bench = Bench(model, served, **options)
     yield bench
     bench.engine.close()
 

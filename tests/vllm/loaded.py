@@ -25,13 +25,13 @@ class Kept:
         self.requests: list[tuple[list[int], dict[str, torch.Tensor]]] = []
         share, finished = ours.share, Scheduler.finished
 
-        def sharing(tensors: dict[str, torch.Tensor], layers: Any, form: Any) -> Any:
-            self.tensors = {layer: tensors[layer] for layer in layers}
-            return share(tensors, layers, form)
+        def sharing(tensors: dict[str, torch.Tensor], forms: Any) -> Any:
+            self.tensors = {layer: tensors[layer] for form in forms for layer in form.layers}
+            return share(tensors, forms)
 
         def finishing(scheduler: Scheduler, request_id: str) -> None:
             assert scheduler.blocks is not None
-            ids = list(scheduler.blocks.of(request_id))
+            (ids,) = map(list, scheduler.blocks.of(request_id))
             self.requests.append((ids, {layer: tensor[ids].clone() for layer, tensor in self.tensors.items()}))
             finished(scheduler, request_id)
 

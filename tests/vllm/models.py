@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 COMMON = {
     "vocab_size": 1000,
@@ -49,6 +58,42 @@ def make_llama(folder: Path, positions: int = 4096) -> Path:
     common = COMMON | {"max_position_embeddings": positions}
     config = LlamaConfig(**common, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def make_gemma3(folder: Path) -> Path:
+    """As Gemma 3: five layers with a window of three blocks, then one of full attention."""
+    torch.manual_seed(1234)
+    config = Gemma3TextConfig(
+        **COMMON | {"tie_word_embeddings": True},
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=96,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    )
+    model = Gemma3ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.05  # else a token says itself, whatever its layers add
+    model.to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def make_lfm2(folder: Path) -> Path:
+    """As LFM2: short convolutions, which keep a state, and two layers of full attention."""
+    torch.manual_seed(1234)
+    config = Lfm2Config(
+        **COMMON,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        conv_dim=256,
+        block_dim=256,
+        block_ff_dim=512,
+    )
+    Lfm2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     return folder
 
 

@@ -21,7 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
@@ -98,8 +100,12 @@ class PoolBlocks:
     def total(self) -> int:
         return len(self._pool.blocks)
 
-    def of(self, request_id: str) -> Sequence[int]:
-        return self._cache.get_block_ids(request_id)[0]
+    @property
+    def null(self) -> int:
+        return self._pool.null_block.block_id
+
+    def of(self, request_id: str) -> Sequence[Sequence[int]]:
+        return self._cache.get_block_ids(request_id)
 
     def hold(self, block_ids: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
@@ -108,7 +114,7 @@ class PoolBlocks:
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(block_ids)])
 
 
-class KvgrpcConnector(KVConnectorBase_V1):
+class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
     """Named in ``kv_connector``; docs/engines/vllm.md is the manual."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -125,7 +131,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
         self._scheduler: Scheduler | None = None
         self._clients: tuple[SchedulerClient, ...] = ()
         self._watchers: tuple[Watcher, ...] = ()
-        self._worker = Worker(None, self._facts.form.block_size, writes=False)
+        self._worker = Worker(None, self._facts.groups, writes=False)
         if role is KVConnectorRole.SCHEDULER:
             for note in self._facts.notes:
                 logger.warning("kvgrpc: %s", note)
@@ -169,7 +175,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def _start_scheduler(self) -> None:
         facts, options = self._facts, self._options
         terms = Terms(
-            block_size=facts.form.block_size,
+            groups=facts.groups,
             hash_block_size=facts.hash_block_size,
             workers=facts.strategy.world_size,
             own_hashes=facts.own_hashes,
@@ -183,7 +189,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
         self._clients = tuple(
             self._scheduler_client(address, node) for address, node in zip(self._addresses, nodes, strict=True)
         )
-        self._scheduler = Scheduler(Servers(self._clients), terms, self._lora_of)
+        self._scheduler = Scheduler(Servers(self._clients, facts.groups.whole), terms, self._lora_of)
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._scheduler.announcer = Announcer(terms.block_size, terms.hash_block_size)
@@ -248,7 +254,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
         if announcer is None:
             return ()
         self._departures.tell(announcer)
-        return list(as_vllm(announcer.take(), self._facts.form.block_size))
+        return list(as_vllm(announcer.take(), self._facts.groups.block_size))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         counts: dict[str, int] = scheduler_output.num_scheduled_tokens
@@ -269,10 +275,15 @@ class KvgrpcConnector(KVConnectorBase_V1):
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, WorkerReport) else None
         self._of_scheduler.update(
-            report, connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
+            report,
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids or (),
+            connector_output.failed_recving or (),
         )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._of_scheduler.finished(request.request_id)
         return False, None
 
@@ -302,7 +313,7 @@ class KvgrpcConnector(KVConnectorBase_V1):
         if not self._addresses:
             return
         try:
-            layout = share(kv_caches, facts.layers, facts.form)
+            layout = share(kv_caches, facts.forms)
         except (NotShareableError, OSError, RuntimeError) as error:
             logger.warning("kvgrpc: %s; this engine runs without the cache", error)
             return
@@ -318,11 +329,9 @@ class KvgrpcConnector(KVConnectorBase_V1):
         node = node_of(strategy, len(self._addresses))
         address = self._addresses[node.index]
         client = WorkerClient(address, request)
-        client.keep(tuple(kv_caches.values()))
+        client.keep(kv_caches)
         mark = _mark if all(tensor.is_cuda for tensor in kv_caches.values()) else None
-        self._worker = Worker(
-            client, facts.form.block_size, node.writes, self._options.copy_timeout_ms / 1000, node.index, mark
-        )
+        self._worker = Worker(client, facts.groups, node.writes, self._options.copy_timeout_ms / 1000, node.index, mark)
         self._say_start(address, client.start(self._options.start_timeout_ms / 1000), client.problem)
 
     @property
@@ -347,9 +356,10 @@ class KvgrpcConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         self._worker.save(self._step.saves)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._worker.finished(finished_req_ids)
-        return None, self._worker.poll() or None
+        received = self._worker.poll()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=self._worker.take_failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid()

@@ -66,14 +66,15 @@ class Announcer:
         while self._blocks > self._most:
             self.gone([next(oldest)])
 
-    def looked_up(self, request: Request, hit_tokens: int, chunk: int) -> None:
-        """All servers have answered, and have so much of it: what was not known of that is told."""
+    def looked_up(self, request: Request, hit_tokens: int, asked_tokens: int, chunk: int) -> None:
+        """All servers have answered, and have so much of what was asked for: what was not known of that is told."""
         if not chunk:
             return
         for at, key in enumerate(self._keys(request, chunk, 0, hit_tokens)):
             if key not in self._told:
                 self.stored(request, at * chunk, (at + 1) * chunk, chunk)
-        self.gone(self._keys(request, chunk, hit_tokens, len(request.block_hashes) * self._hash_block_size))
+        hashed = len(request.block_hashes) * self._hash_block_size
+        self.gone(self._keys(request, chunk, hit_tokens, min(hashed, asked_tokens)))
 
     def gone(self, keys: Iterable[bytes]) -> None:
         """Chunks cannot be loaded from memory any more."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvgrpc.api import BlockForm, KvGroup, Layout, Runs, SharedMemory
+from kvgrpc.api import BlockForm, GroupKind, KvGroup, Layout, Runs, SharedMemory
 from kvgrpc.client import KvForm, NotShareableError, kv_layout
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shm_open puts its objects, not a temporary file
@@ -26,12 +26,27 @@ SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the bytes of a block mean; see KvGroup."""
+    """The layers of a group, and what the bytes of its blocks mean; see KvGroup."""
 
+    layers: tuple[str, ...]
     block_size: int
     num_blocks: int
     backend: str
     layout: str
+    kind: GroupKind = GroupKind.FULL
+    window_tokens: int = 0
+
+    def group(self, runs: tuple[Runs, ...] = ()) -> KvGroup:
+        return KvGroup(
+            self.block_size,
+            self.num_blocks,
+            runs,
+            BlockForm.OPAQUE,
+            self.kind,
+            self.window_tokens,
+            backend=self.backend,
+            layout=self.layout,
+        )
 
 
 def preferred_layout(device: str) -> str | None:
@@ -40,25 +55,16 @@ def preferred_layout(device: str) -> str | None:
     return "BLHNC" if device == "cuda" else None
 
 
-def share(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], form: Form) -> Layout:
-    """Shares the layers' tensors; those of a CPU are moved into shared memory. Raises NotShareableError; then they stay
-    where they are, but for those that were moved before."""
-    ordered = [tensors[layer] for layer in layers]
-    if {tensor.device.type for tensor in ordered} == {"cuda"}:
+def share(tensors: Mapping[str, torch.Tensor], forms: Sequence[Form]) -> Layout:
+    """Shares the tensors of all groups' layers, which may lie in the same memory; those of a CPU are moved into shared
+    memory. Raises NotShareableError; then they stay where they are, but for those that were moved before."""
+    every = [tensors[layer] for form in forms for layer in form.layers]
+    if {tensor.device.type for tensor in every} == {"cuda"}:
+        (form,) = forms
         form_of_all = KvForm(form.block_size, form.num_blocks, backend=form.backend, layout=form.layout)
-        return kv_layout(ordered, form_of_all)
-    for layer, tensor in zip(layers, ordered, strict=True):
-        if tensor.device.type != "cpu":
-            raise NotShareableError(
-                f"layer {layer} lies on {tensor.device}: only memory of CUDA cards and of CPUs is shared"
-            )
-        if tensor.dim() < 2 or tensor.shape[0] < form.num_blocks:
-            shape = tuple(tensor.shape)
-            raise NotShareableError(
-                f"layer {layer} has shape {shape}, which does not begin with {form.num_blocks} blocks"
-            )
-        _check_dense(layer, tensor)
-    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in ordered)}
+        return kv_layout(every, form_of_all)
+    by_group = [[_blocks(layer, tensors[layer], form.num_blocks) for layer in form.layers] for form in forms]
+    storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in every)}
     _check_room(sum(storage.nbytes() for storage in storages.values() if not storage.is_shared()))
     memory: list[SharedMemory] = []
     places: dict[int, int] = {}
@@ -66,11 +72,25 @@ def share(tensors: Mapping[str, torch.Tensor], layers: Sequence[str], form: Form
         piece = _move(storage)
         places[storage.data_ptr()] = len(memory)
         memory.append(piece)
-    planes = [_Plane.of(tensor, places[tensor.untyped_storage().data_ptr()]) for tensor in ordered]
-    group = KvGroup(
-        form.block_size, form.num_blocks, _merged(planes), BlockForm.OPAQUE, backend=form.backend, layout=form.layout
-    )
-    return Layout(tuple(memory), (group,))
+    groups = [
+        form.group(_merged([_Plane.of(blocks, places[blocks.untyped_storage().data_ptr()]) for blocks in layers]))
+        for form, layers in zip(forms, by_group, strict=True)
+    ]
+    return Layout(tuple(memory), tuple(groups))
+
+
+def _blocks(layer: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """The layer's tensor with vLLM's blocks as its first axis: kernels may have cut each into several of theirs."""
+    if tensor.device.type != "cpu":
+        raise NotShareableError(
+            f"layer {layer} lies on {tensor.device}: only memory of CUDA cards and of CPUs is shared"
+        )
+    if tensor.dim() < 2 or not tensor.shape[0] or tensor.shape[0] % num_blocks:
+        shape = tuple(tensor.shape)
+        raise NotShareableError(f"layer {layer} has shape {shape}, which does not begin with {num_blocks} blocks")
+    blocks = tensor if tensor.shape[0] == num_blocks else tensor.view(num_blocks, -1, *tensor.shape[1:])
+    _check_dense(layer, blocks)
+    return blocks
 
 
 def _check_dense(layer: str, tensor: torch.Tensor) -> None:

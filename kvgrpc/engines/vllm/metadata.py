@@ -8,23 +8,26 @@ from dataclasses import dataclass, field
 
 from kvgrpc.core.types import DEFAULT_POLICY, Policy
 
+BlockIds = tuple[tuple[int, ...], ...]
+"""Of each KV group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load tokens ``start`` to ``end`` of a looked-up prefix into ``blocks``, of which the first holds ``start``.
-    Without blocks nothing is loaded, but the worker reports the request as received, since vLLM waits for that.
-    ``job_ids``: the name that each server gave the lookup."""
+    """Load tokens ``start`` to ``end`` of a looked-up prefix into ``blocks``, of which the first of each group holds
+    ``start``; NULL_BLOCK where the request has none. Without blocks nothing is loaded, but the worker reports the
+    request as received, since vLLM waits for that. ``job_ids``: the name that each server gave the lookup."""
 
     request_id: str
     job_ids: tuple[bytes, ...]
     start: int
     end: int
-    blocks: tuple[int, ...]
+    blocks: BlockIds
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the chunks from token ``start`` to ``end`` out of ``blocks``, of which the first holds ``start``.
+    """Store the chunks from token ``start`` to ``end`` out of ``blocks``, as in Load.
 
     The content is either ``hashes``, one a chunk from ``first_chunk`` on, or ``tokens`` (u32 little-endian) from the
     prompt's begin to ``end``.
@@ -33,7 +36,7 @@ class Save:
     save_id: int
     start: int
     end: int
-    blocks: tuple[int, ...]
+    blocks: BlockIds
     hashes: tuple[bytes, ...] = ()
     first_chunk: int = 0
     tokens: bytes = b""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,13 +37,34 @@ def chunk_keys(request: Request, chunk: int, hash_block_size: int, first: int, e
 
 
 class Blocks(Protocol):
-    """vLLM's block tables and block pool."""
+    """vLLM's block tables, one a KV group, and its block pool. ``null``: what stands in a table for no block."""
 
     @property
     def total(self) -> int: ...
-    def of(self, request_id: str) -> Sequence[int]: ...
+    @property
+    def null(self) -> int: ...
+    def of(self, request_id: str) -> Sequence[Sequence[int]]: ...
     def hold(self, block_ids: Sequence[int]) -> None: ...
     def release(self, block_ids: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The KV groups of the model: their block sizes, and which of them keep one state instead of tokens.
+
+    ``whole``: a hit is good as a whole or not at all, since not all layers need everything, or since vLLM cannot be
+    told which blocks of several groups are bad. ``again``: the last token of a hit can be computed again.
+    """
+
+    sizes: tuple[int, ...]
+    states: frozenset[int] = frozenset()
+    whole: bool = False
+    again: bool = True
+
+    @property
+    def block_size(self) -> int:
+        """Tokens after which a block of every group ends."""
+        return math.lcm(*self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +72,7 @@ class Terms:
     """What is the same for all requests. ``own_hashes``: the server hashes token ids, instead of taking vLLM's block
     hashes. ``volatile``: the last chunk of a decoding request is not final yet (EAGLE, MTP)."""
 
-    block_size: int
+    groups: Groups
     hash_block_size: int
     workers: int = 1
     own_hashes: bool = False
@@ -59,3 +81,13 @@ class Terms:
     store_share: float = 0.25
     store_generated: bool = True
     volatile: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Of all groups; see Groups."""
+        return self.groups.block_size
+
+    @property
+    def unsure(self) -> int:
+        """Last tokens of a prompt that are computed, whatever was found: a drafter needs what comes before them."""
+        return self.block_size + 1 if self.volatile else int(not self.groups.again)

@@ -17,54 +17,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from kvgrpc.api import Content, Hashes, Tokens
+from kvgrpc.core.types import NULL_BLOCK
 from kvgrpc.engines.vllm.events import Announcer
-from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
-from kvgrpc.engines.vllm.options import Wish, parse_wish
+from kvgrpc.engines.vllm.metadata import BlockIds, Load, Report, Save, Step
+from kvgrpc.engines.vllm.options import parse_wish
 from kvgrpc.engines.vllm.ports import Blocks, Request, Terms, chunk_keys
 from kvgrpc.engines.vllm.servers import Asked, Found, Servers
+from kvgrpc.engines.vllm.tracked import Held, Tracked
 
 log = logging.getLogger("vllm.kvgrpc")
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """One request."""
-
-    request: Request
-    wish: Wish
-    lora: str
-    cacheable: bool
-    attempt: int = 0
-    spent: bool = False
-    """The round has ended: the next question begins another one."""
-    result: Found | None = None
-    offer: tuple[int, int] = (0, 0)
-    """(first token, tokens) of the last answer."""
-    load: Load | None = None
-    """Asked of the workers, not received yet."""
-    load_failed: bool = False
-    """Nothing is loaded for it again: else it could fail for ever."""
-    chunk_tokens: int = 0
-    """That ``stored`` counts in."""
-    stored: int = 0
-    """Chunks that the server has, or was asked to store."""
-
-
-@dataclass(slots=True)
-class Held:
-    """Blocks of a save, and how many workers still have to let go of them. ``findable``: up to which token the save can
-    be found once they have, as far as known. ``chunk``: tokens of a chunk of it."""
-
-    blocks: tuple[int, ...]
-    workers: int
-    request: Request
-    start: int
-    findable: int
-    chunk: int
 
 
 class Scheduler:
@@ -132,8 +98,7 @@ class Scheduler:
             tracked.result = self._wait(tracked)
         # vLLM's prefix ends at a block; of a prompt that is loaded as a whole it computes the last token
         block = self._terms.block_size
-        most = min(tracked.result.hit_tokens, tracked.wish.load_most, request.num_tokens - self._unsure)
-        tokens = most // block * block - computed
+        tokens = min(tracked.result.hit_tokens, self._loadable(tracked)) // block * block - computed
         if tokens <= 0:
             return 0, False
         tracked.offer = (computed, tokens)
@@ -149,7 +114,7 @@ class Scheduler:
         if result is not None and result.hit_tokens:
             self._count_stored(tracked, result.hit_tokens)
         if result is not None and result.complete and self.announcer is not None:
-            self.announcer.looked_up(request, result.hit_tokens, self._servers.chunk_tokens)
+            self.announcer.looked_up(request, result.hit_tokens, self._loadable(tracked), self._servers.chunk_tokens)
         if not external:
             if result is not None and result.pinned:
                 self._servers.free(request.request_id)
@@ -157,9 +122,8 @@ class Scheduler:
             return
         start = tracked.offer[0]
         end = start + external
-        first, last = start // self._terms.block_size, end // self._terms.block_size
-        blocks = tuple(self._blocks().of(request.request_id)[first:last])
-        job_ids = result.job_ids if result is not None else ()
+        blocks = self._table(request.request_id, start, end)
+        job_ids = result.job_ids if result is not None and self._is_good(result, end) else ()
         tracked.load = self._loads[request.request_id] = Load(request.request_id, job_ids, start, end, blocks)
 
     def loaded_from_below(self, request_id: str) -> int:
@@ -167,10 +131,14 @@ class Scheduler:
         tracked = self._requests.get(request_id)
         return tracked.result.below if tracked is not None and tracked.result is not None else 0
 
-    @property
-    def _unsure(self) -> int:
-        """Last tokens whose KV is computed anew after a hit: the drafter needs what comes before them."""
-        return self._terms.block_size + 1 if self._terms.volatile else 0
+    def _loadable(self, tracked: Tracked) -> int:
+        """Most tokens of the request that may be loaded."""
+        return max(0, min(tracked.wish.load_most, tracked.request.num_tokens - self._terms.unsure))
+
+    def _is_good(self, result: Found, end: int) -> bool:
+        """Whether the prefix up to ``end`` is what was found: where a hit is good as a whole only, a shorter one would
+        be loaded without the windows that it needs."""
+        return end == result.hit_tokens or not self._terms.groups.whole
 
     def _track(self, request: Request) -> Tracked:
         wish, bad = parse_wish(request.kv_transfer_params)
@@ -198,7 +166,7 @@ class Scheduler:
         request = tracked.request
         return Asked(
             request.request_id,
-            lambda: self._prefix(request, chunk),
+            lambda: self._prefix(tracked, chunk),
             tracked.attempt,
             tracked.lora,
             self._salt(request),
@@ -218,13 +186,21 @@ class Scheduler:
                 f"start the server with --chunk-tokens of a multiple of {self._terms.block_size}"
             )
             return False
+        if self._terms.groups.states and chunk > self._terms.block_size:
+            self._tell(
+                f"a state is found where a step ended with a chunk of {chunk} tokens, and steps end with blocks of "
+                f"{self._terms.block_size}: start the server with --chunk-tokens {self._terms.block_size} for more hits"
+            )
         return chunk > 0
 
-    def _prefix(self, request: Request, chunk: int) -> Content:
+    def _prefix(self, tracked: Tracked, chunk: int) -> Content:
+        """What may be loaded at most where a hit cannot be cut."""
+        request = tracked.request
+        most = self._loadable(tracked) if self._terms.groups.whole else request.num_tokens
         if self._terms.own_hashes:
-            return Tokens.from_ids(request.all_token_ids)
-        tokens = min(request.num_tokens, len(request.block_hashes) * self._terms.hash_block_size)
-        return Hashes(self._keys(request, chunk, 0, tokens // chunk), request.num_tokens)
+            return Tokens(_packed(request, most))
+        tokens = min(most, len(request.block_hashes) * self._terms.hash_block_size)
+        return Hashes(self._keys(request, chunk, 0, tokens // chunk), most)
 
     def _keys(self, request: Request, chunk: int, first: int, end: int) -> tuple[bytes, ...]:
         return chunk_keys(request, chunk, self._terms.hash_block_size, first, end)
@@ -256,12 +232,12 @@ class Scheduler:
         end = min(self._final(tracked, computed), tracked.wish.store_most) // chunk
         if end <= tracked.stored:
             return
-        first, block = tracked.stored, self._terms.block_size
-        request_id = tracked.request.request_id
-        blocks = tuple(self._blocks().of(request_id)[first * chunk // block : end * chunk // block])
-        if len(blocks) * block < (end - first) * chunk:
+        first = tracked.stored
+        blocks = self._table(tracked.request.request_id, first * chunk, end * chunk, computed)
+        if any(len(ids) * size < (end - first) * chunk for ids, size in zip(blocks, self._sizes, strict=True)):
             return
-        if self._held_blocks + len(blocks) > max(1, int(self._terms.store_share * self._blocks().total)):
+        named = tuple(block for ids in blocks for block in ids if block != NULL_BLOCK)
+        if self._held_blocks + len(named) > max(1, int(self._terms.store_share * self._blocks().total)):
             return  # the server does not keep up; at the next step perhaps
         save_id = next(self._save_ids)
         own = self._terms.own_hashes
@@ -277,9 +253,9 @@ class Scheduler:
             cache_salt=self._salt(tracked.request),
             policy=tracked.wish.policy,
         )
-        self._blocks().hold(blocks)
-        self._held[save_id] = Held(blocks, self._terms.workers, tracked.request, save.start, save.end, chunk)
-        self._held_blocks += len(blocks)
+        self._blocks().hold(named)
+        self._held[save_id] = Held(named, self._terms.workers, tracked.request, save.start, save.end, chunk)
+        self._held_blocks += len(named)
         tracked.stored = end
         step.saves.append(save)
 
@@ -305,14 +281,17 @@ class Scheduler:
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
-    def update(self, report: Report | None, received: Iterable[str], invalid: Iterable[int]) -> None:
-        """What the workers say after a step."""
-        bad = frozenset(invalid)
+    def update(
+        self, report: Report | None, received: Iterable[str], invalid: Iterable[int], failed: Iterable[str] = ()
+    ) -> None:
+        """What the workers say after a step: ``received`` requests, of which some ``failed`` as a whole, and
+        ``invalid`` blocks of others."""
+        bad, lost = frozenset(invalid), frozenset(failed)
         for request_id in received:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.load is None:
                 continue
-            if not bad.isdisjoint(tracked.load.blocks):
+            if request_id in lost or not bad.isdisjoint(chain.from_iterable(tracked.load.blocks)):
                 tracked.load_failed = True
                 tracked.stored = 0
                 tracked.result = None
@@ -353,6 +332,23 @@ class Scheduler:
                 self._servers.discard(request_id)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return self._terms.groups.sizes
+
+    def _table(self, request_id: str, start: int, end: int, computed: int = 0) -> BlockIds:
+        """The request's blocks of these tokens, NULL_BLOCK where it has none. Of a group of states, with ``computed``
+        tokens: only the block that holds their state is known to hold one."""
+        blocks = self._blocks()
+        tables: list[tuple[int, ...]] = []
+        for group, (ids, size) in enumerate(zip(blocks.of(request_id), self._sizes, strict=True)):
+            first, last = start // size, end // size
+            named = [NULL_BLOCK if block == blocks.null else block for block in ids[first:last]]
+            if computed and group in self._terms.groups.states:
+                named = [block if (first + at + 1) * size == computed else NULL_BLOCK for at, block in enumerate(named)]
+            tables.append(tuple(named))
+        return tuple(tables)
 
     def _blocks(self) -> Blocks:
         assert self.blocks is not None, "vLLM has not bound its block pool"

@@ -16,7 +16,7 @@ from kvgrpc.api import Content
 from kvgrpc.client.lookups import LookupResult
 from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import DEFAULT_POLICY, Policy
-from kvgrpc.engines.vllm.space import UnsupportedError
+from kvgrpc.engines.vllm.groups import UnsupportedError
 
 MEMORY = "l1"
 """The tier that is the server's memory."""
@@ -83,10 +83,12 @@ class Asked:
 
 
 class Servers:
-    """Without any, everything is a miss. Thread rule: as for SchedulerClient."""
+    """Without any, everything is a miss. ``whole``: a hit is good as a whole or not at all, so that one which not all
+    have alike is none. Thread rule: as for SchedulerClient."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[Server], whole: bool = False) -> None:
         self._servers = tuple(servers)
+        self._whole = whole
 
     @property
     def chunk_tokens(self) -> int:
@@ -107,7 +109,7 @@ class Servers:
         """None until all have answered."""
         answers = [self._try(server, asked) for server in self._servers]
         known = [answer for answer in answers if answer is not None]
-        return _least(known) if len(known) == len(answers) else None
+        return self._least(known) if len(known) == len(answers) else None
 
     def lookup(self, asked: Asked, timeout_s: float) -> Found:
         """Waits for all together, no longer than ``timeout_s``."""
@@ -115,7 +117,7 @@ class Servers:
         if len(self._servers) > 1:  # so that none waits for another
             for server in self._servers:
                 self._try(server, asked)
-        return _least([self._wait(server, asked, max(0.0, end - time.monotonic())) for server in self._servers])
+        return self._least([self._wait(server, asked, max(0.0, end - time.monotonic())) for server in self._servers])
 
     def discard(self, request_id: str) -> None:
         for server in self._servers:
@@ -124,6 +126,13 @@ class Servers:
     def free(self, request_id: str) -> None:
         for server in self._servers:
             server.free(request_id)
+
+    def _least(self, answers: Sequence[LookupResult]) -> Found:
+        hits = {answer.hit_tokens for answer in answers}
+        hit = 0 if self._whole and len(hits) > 1 else min(hits, default=0)
+        below = max((_below(answer) for answer in answers), default=0)
+        complete = bool(answers) and not any(answer.reason or answer.limited_by for answer in answers)
+        return Found(hit, tuple(answer.job_id for answer in answers), min(below, hit), complete)
 
     def _try(self, server: Server, asked: Asked) -> LookupResult | None:
         return server.try_lookup(
@@ -145,13 +154,6 @@ class Servers:
             cache_salt=asked.cache_salt,
             policy=asked.policy,
         )
-
-
-def _least(answers: Sequence[LookupResult]) -> Found:
-    hit = min((answer.hit_tokens for answer in answers), default=0)
-    below = max((_below(answer) for answer in answers), default=0)
-    complete = bool(answers) and not any(answer.reason or answer.limited_by for answer in answers)
-    return Found(hit, tuple(answer.job_id for answer in answers), min(below, hit), complete)
 
 
 def _below(answer: LookupResult) -> int:

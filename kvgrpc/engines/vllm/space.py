@@ -13,19 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgrpc.api import OWN_HASH_ALGORITHM, BlockForm, KvGroup
+from kvgrpc.api import OWN_HASH_ALGORITHM
 from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import SpaceIdentity
+from kvgrpc.engines.vllm.groups import UnsupportedError, check_form, check_groups, groups_of, kind_of, name_of
 from kvgrpc.engines.vllm.memory import Form
+from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.transfer.layout import stored_form
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.json")
 SEEDLESS = "xxhash"
 """Block hashes of this family begin with random bytes in each process unless PYTHONHASHSEED is set."""
-
-
-class UnsupportedError(ValueError):
-    """A configuration that this connector cannot serve; said at start, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,9 @@ class Facts:
 
     engine_id: str
     identity: SpaceIdentity
-    form: Form
-    layers: tuple[str, ...]
+    forms: tuple[Form, ...]
+    """One a KV group."""
+    groups: Groups
     hash_block_size: int
     own_hashes: bool
     volatile: bool
@@ -50,38 +49,35 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     Raises UnsupportedError.
     """
     _check_parallel(config.parallel_config)
-    group = _only_group(kv_config)
-    spec = group.kv_cache_spec
-    is_mla = "MLA" in type(spec).__name__
+    specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+    device = str(config.device_config.device_type)
+    check_groups(kv_config.kv_cache_groups, device, config.speculative_config)
+    is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
     algorithm = OWN_HASH_ALGORITHM if own_hashes else f"vllm:{cache.prefix_caching_hash_algo}"
-    layers = tuple(group.layer_names)
-    device = str(config.device_config.device_type)
-    form = Form(
-        int(spec.block_size),
-        int(kv_config.num_blocks),
-        backend=f"vllm-{version}-{device}-{'mla' if is_mla else 'attn'}",
-        layout=f"{kv_config.kv_cache_layout or 'unknown'}-{_layout_digest(config, spec, device)}",
+    forms = tuple(
+        _form(at, group, config, kv_config, f"vllm-{version}-{device}")
+        for at, group in enumerate(kv_config.kv_cache_groups)
     )
-    strategy = _strategy(config, is_mla)
+    check_form(stored_form([form.group() for form in forms]))
+    groups = groups_of(forms)
+    strategy = _strategy(config, is_mla, len(forms) > 1)
     identity = SpaceIdentity(
         model=namespace or str(model.model),
         revision=_revision(config, namespace),
-        kv_dtype=f"{cache.cache_dtype}/{spec.dtype}".replace("torch.", ""),
+        kv_dtype=f"{cache.cache_dtype}/{_dtypes(specs)}".replace("torch.", ""),
         kv_world_size=strategy.kv_world_size,
         hash_algorithm=algorithm,
-        stored_form=stored_form(
-            (KvGroup(form.block_size, form.num_blocks, (), BlockForm.OPAQUE, backend=form.backend, layout=form.layout),)
-        ),
+        stored_form=stored_form([form.group() for form in forms]),
     )
     speculative = config.speculative_config
     return Facts(
         engine_id=str(config.kv_transfer_config.engine_id),
         identity=identity,
-        form=form,
-        layers=layers,
-        hash_block_size=int(kv_config.hash_block_size or spec.block_size),
+        forms=forms,
+        groups=groups,
+        hash_block_size=int(kv_config.hash_block_size or groups.block_size),
         own_hashes=own_hashes,
         volatile=bool(speculative is not None and speculative.use_eagle()),
         strategy=strategy,
@@ -96,19 +92,21 @@ def _check_parallel(parallel: Any) -> None:
             raise UnsupportedError(f"kvgrpc: {name} is {size}; only 1 is supported: ranks would hold parts of a block")
 
 
-def _only_group(kv_config: Any) -> Any:
-    groups: Sequence[Any] = kv_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise UnsupportedError(
-            f"kvgrpc: this model has {len(groups)} KV cache groups ({kinds}); models with sliding windows or recurrent "
-            "state beside full attention are not supported yet"
-        )
-    (group,) = groups
-    kind = type(group.kv_cache_spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        raise UnsupportedError(f"kvgrpc: KV caches of kind {kind} are not supported yet, only full attention and MLA")
-    return group
+def _form(at: int, group: Any, config: Any, kv_config: Any, program: str) -> Form:
+    """What is the same for all groups is said with the first one, since an identity is short."""
+    spec = group.kv_cache_spec
+    kind, window = kind_of(spec)
+    attention = "mla" if name_of(spec) == "MLAAttentionSpec" else "attn"
+    digest = _layout_digest(config, spec, str(config.device_config.device_type))
+    return Form(
+        tuple(group.layer_names),
+        int(spec.block_size),
+        int(kv_config.num_blocks),
+        backend=attention if at else f"{program}-{attention}",
+        layout=digest if at else f"{kv_config.kv_cache_layout or 'unknown'}-{digest}",
+        kind=kind,
+        window_tokens=window,
+    )
 
 
 def _hashing(algorithm: str, wanted: str, seed: str | None) -> tuple[bool, tuple[str, ...]]:
@@ -130,10 +128,17 @@ def _hashing(algorithm: str, wanted: str, seed: str | None) -> tuple[bool, tuple
     )
 
 
-def _strategy(config: Any, is_mla: bool) -> ParallelStrategy:
+def _dtypes(specs: Sequence[Any]) -> str:
+    """Of the groups that have one; those of states are part of their layout."""
+    return "+".join(sorted({str(spec.dtype) for spec in specs if hasattr(spec, "dtype")}))
+
+
+def _strategy(config: Any, is_mla: bool, hybrid: bool) -> ParallelStrategy:
+    """Ranks that hold the same heads share objects. Of several groups each rank has its own: their numbers of heads may
+    differ, and states are never the same."""
     parallel = config.parallel_config
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    heads = None if is_mla else int(config.model_config.get_total_num_kv_heads())
+    heads = None if is_mla or hybrid else int(config.model_config.get_total_num_kv_heads())
     try:
         return ParallelStrategy(is_mla, tp * pp, int(parallel.rank) % (tp * pp), tp, pp, heads)
     except ValueError as error:
@@ -143,9 +148,12 @@ def _strategy(config: Any, is_mla: bool) -> ParallelStrategy:
 def _layout_digest(config: Any, spec: Any, device: str) -> str:
     """Shape of a block, and how kernels order its bytes: on a CPU that depends on the processor, on a card on vLLM's
     backend, which it chooses by the card's name unless it is told."""
-    facts = [spec.block_size, getattr(spec, "num_kv_heads", 0), spec.head_size, getattr(spec, "head_size_v", None)]
-    facts.append(spec.page_size_bytes)
-    facts += [getattr(spec, "num_head_slots", None), getattr(spec, "state_content_bytes", None)]
+    if name_of(spec) == "MambaSpec":
+        facts: list[object] = [spec.block_size, spec.shapes, spec.dtypes, str(spec.mamba_type), spec.page_size_bytes]
+    else:
+        facts = [spec.block_size, getattr(spec, "num_kv_heads", 0), spec.head_size, getattr(spec, "head_size_v", None)]
+        facts.append(spec.page_size_bytes)
+        facts += [getattr(spec, "num_head_slots", None), getattr(spec, "state_content_bytes", None)]
     facts += [str(config.attention_config.backend), _processor() if device == "cpu" else _card()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

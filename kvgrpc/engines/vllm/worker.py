@@ -18,6 +18,7 @@ from kvgrpc.api import Content, Hashes, RegisterAnswer, Tokens
 from kvgrpc.client.copies import CopyFuture, Ready, Results
 from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, Policy, TokenRange
 from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
+from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.engines.vllm.stats import Data, Tally
 
 log = logging.getLogger("vllm.kvgrpc")
@@ -71,7 +72,8 @@ class Running(Generic[Order]):
 
 
 class Worker:
-    """``client`` is None where the memory cannot be shared: then loads fail and saves end at once.
+    """``client`` is None where the memory cannot be shared: then loads fail and saves end at once. ``whole``: a load is
+    good as a whole or not at all.
     ``writes``: whether this worker stores; of several with the same bytes one does. ``server``: index of its own.
     ``mark``: an event of the card behind all that it was given so far; None: blocks are of main memory, and what a step
     computes is there when the step's ``save`` is called."""
@@ -79,14 +81,14 @@ class Worker:
     def __init__(
         self,
         client: Copier | None,
-        block_size: int,
+        groups: Groups,
         writes: bool,
         copy_timeout_s: float = 30.0,
         server: int = 0,
         mark: Callable[[], Ready] | None = None,
     ) -> None:
         self._client = client
-        self._block_size = block_size
+        self._groups = groups
         self._writes = writes
         self._timeout_s = copy_timeout_s
         self._server = server
@@ -97,6 +99,7 @@ class Worker:
         self._saves: dict[int, Running[Save]] = {}
         self._received: set[str] = set()
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
         self._report = Report(unusable=client is None)
         self._tally = Tally()
 
@@ -120,12 +123,11 @@ class Worker:
         for load in loads:
             job_id = load.job_ids[self._server] if self._server < len(load.job_ids) else b""
             if not load.blocks or not job_id or self._client is None:
-                self._invalid.update(load.blocks)
-                self._received.add(load.request_id)
+                self._received_up_to(load, load.start)
                 continue
             range_ = TokenRange(load.start, load.end)
             registration = self._client.registration
-            future = self._client.retrieve(job_id, range_, [load.blocks], ready=ready, timeout_s=self._timeout_s)
+            future = self._client.retrieve(job_id, range_, load.blocks, ready=ready, timeout_s=self._timeout_s)
             self._loads[load.request_id] = Running(load, future, registration)
 
     def save(self, saves: Sequence[Save]) -> None:
@@ -150,9 +152,15 @@ class Worker:
         return received
 
     def take_invalid(self) -> set[int]:
-        """Blocks that were to be loaded and were not."""
+        """Blocks that were to be loaded and were not, where vLLM knows by them from which token on to compute: where
+        everything is needed."""
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def take_failed(self) -> set[str]:
+        """Received requests that have to be computed from their begin."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_report(self) -> Report | None:
         """What happened since the last call."""
@@ -174,7 +182,7 @@ class Worker:
             content: Content = Tokens(save.tokens) if save.tokens else Hashes(save.hashes, save.end, save.first_chunk)
             future = self._client.store(
                 content,
-                [save.blocks],
+                save.blocks,
                 range=TokenRange(save.start, save.end),
                 lora=save.lora,
                 cache_salt=save.cache_salt,
@@ -206,15 +214,26 @@ class Worker:
                 if result.outcome is not ChunkOutcome.LOADED or first > end:
                     break
                 end = max(end, first + result.count * registration.chunk_tokens)
-        good = (min(end, load.end) - load.start) // self._block_size
-        self._invalid.update(load.blocks[good:])
-        self._received.add(load.request_id)
-        loaded, failed = good * self._block_size, (len(load.blocks) - good) * self._block_size
-        self._report.loaded_tokens += loaded
-        self._report.failed_tokens += failed
-        self._tally.count("loaded_tokens", loaded)
-        self._tally.count("load_failed_tokens", failed)
+        good = self._received_up_to(load, min(end, load.end))
+        self._report.loaded_tokens += good - load.start
+        self._report.failed_tokens += load.end - good
+        self._tally.count("loaded_tokens", good - load.start)
+        self._tally.count("load_failed_tokens", load.end - good)
         self._tally.time("load_seconds", running.seconds)
+
+    def _received_up_to(self, load: Load, end: int) -> int:
+        """The load has ended, and is good up to the token ``end``; up to which it can be used."""
+        self._received.add(load.request_id)
+        if not load.blocks:
+            return load.end
+        if self._groups.whole:
+            if end < load.end:
+                self._failed.add(load.request_id)
+            return load.end if end >= load.end else load.start
+        (ids,), size = load.blocks, self._groups.block_size
+        good = (end - load.start) // size
+        self._invalid.update(ids[good:])
+        return load.start + good * size
 
     def _saved(self, running: Running[Save]) -> None:
         save, registration = running.order, running.registration
