@@ -53,7 +53,7 @@ class Filling(StorePlan):
         ENGINE_DRAINING, GEOMETRY_MISMATCH."""
         self._book.check_client(*self._named)
         forms = self._space.facts.forms.get(self._kv_rank, ())
-        if [part.form for part in forms] != [self.of.form]:
+        if self._table.live and [part.form for part in forms] != [self.of.form]:
             raise Refusal(Reason.GEOMETRY_MISMATCH, explain_forms((self.of,), forms, (self.of.need,)), field="order")
         index, prefix = self._desk.index, self._keys[: self._at - self._first_key]
         index.use(self._table, prefix, self._policy.priority)

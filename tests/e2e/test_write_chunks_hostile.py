@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvgrpc import api
 from kvgrpc.api import ChunkPart, WriteChunksRequest
 from kvgrpc.core.errors import Reason
@@ -190,3 +192,44 @@ async def test_health_answers_beside_streams(tmp_path: Path) -> None:
             asked += 1
         assert asked > 4
         assert [outcomes(task.result()) for task in tasks] == [["STORED"] * 4] * 4
+
+
+async def test_what_goes_wrong_on_the_client_is_raised_there_and_leaves_nothing(tmp_path: Path) -> None:
+    async with local_server(tmp_path, l1_bytes=32 * MIB, limits=WHOLE) as server:
+        engine = await server.engine(kv=BIG, num_blocks=PER_CHUNK)
+        tokens, parts = tokens_of(1, CHUNK), parts_of(chunks_of(engine, 0, 1))
+
+        async def breaks() -> AsyncIterator[ChunkPart]:
+            for part in parts[:2]:
+                yield part
+            await until(lambda: server.book.arena_status().writing_bytes)
+            raise ValueError("where the bytes come from")
+
+        with pytest.raises(ValueError, match="where the bytes come from"):
+            await engine.scheduler.write_chunks(writing(engine, tokens), breaks())
+        await nothing_left(server)
+        assert await engine.hits(tokens) == 0
+
+
+async def test_a_server_that_drains_waits_for_streams_and_takes_no_new_ones(tmp_path: Path) -> None:
+    async with local_server(tmp_path, limits=WHOLE) as server:
+        engine, draining = await server.engine(kv=SMALL), asyncio.Event()
+        tokens, found = tokens_of(1, 2 * CHUNK), chunks_of(engine, 0, 2)
+
+        async def around() -> AsyncIterator[ChunkPart]:
+            first, second = parts_of(found)
+            yield first
+            await draining.wait()
+            yield second
+
+        task = asyncio.create_task(engine.scheduler.write_chunks(writing(engine, tokens), around()))
+        await until(lambda: server.book.counts().chunks == 1)
+        drain = asyncio.create_task(server.server.drain(20))
+        await until(lambda: server.server.traffic.draining.is_set())
+        late = engine.worker.write_objects(writing(engine, tokens_of(2, 2 * CHUNK)), found)
+        assert await refused(late) is Reason.SERVER_DRAINING
+        assert not drain.done()
+        draining.set()
+        assert outcomes(await task) == ["STORED"] * 2
+        await asyncio.wait_for(drain, 10)
+        await nothing_left(server)
