@@ -17,7 +17,7 @@ from tests.served import Served, serving
 if TYPE_CHECKING:
     from tests.vllm.bench import Bench
 
-collect_ignore_glob = ["*/hybrid/*"] if importlib.util.find_spec("vllm") else ["*"]
+collect_ignore_glob = ["hybrid/*"] if importlib.util.find_spec("vllm") else ["*"]
 """A process has one engine: files of hybrid/ are run one by one, by their names."""
 
 os.environ.update(

@@ -72,8 +72,7 @@ class Running(Generic[Order]):
 
 
 class Worker:
-    """``client`` is None where the memory cannot be shared: then loads fail and saves end at once. ``whole``: a load is
-    good as a whole or not at all.
+    """``client`` is None where the memory cannot be shared: then loads fail and saves end at once.
     ``writes``: whether this worker stores; of several with the same bytes one does. ``server``: index of its own.
     ``mark``: an event of the card behind all that it was given so far; None: blocks are of main memory, and what a step
     computes is there when the step's ``save`` is called."""
