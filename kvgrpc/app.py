@@ -113,11 +113,11 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
         beside_disk = settings.disk_path / "versions.json"
     if settings.valkey_url is not None:
         try:
-            from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions  # an extra
+            from kvgrpc.tiers.valkey import Login, ValkeyTier, ValkeyVersions  # an extra
         except ImportError as error:
             text = f"--valkey-url needs redis ({error}): pip install 'kvgrpc[valkey]'"
             raise SettingsError(text) from error
-        login = valkey_login()
+        login = Login(*valkey_login(), settings.valkey_ca)
         found.append(ValkeyTier(settings.valkey_url, settings.valkey_ttl_ms, guard.deadline_s, login))
         shared = ValkeyVersions(settings.valkey_url, login=login)
     if settings.object_store_url is not None:

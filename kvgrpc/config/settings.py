@@ -136,6 +136,7 @@ class Settings(BaseSettings):
     valkey_url: ValkeyUrl | None = _doc(
         None, "valkey(s):// or redis(s):// URL of a server, or of one of a cluster, for objects below L1"
     )
+    valkey_ca: Path | None = _doc(None, "CA (PEM) of that server, where its URL is with TLS; beside the system's own")
     valkey_ttl_ms: Millis = _doc(86_400_000, "how long objects are kept there after their writing")
     object_store_url: StoreUrl | None = _doc(
         None, "s3://, gs://, az:// or file:// URL for objects below L1, shared by all servers of it; keys: environment"
@@ -226,6 +227,12 @@ class Settings(BaseSettings):
     def _disk_has_a_limit(self) -> Settings:
         if (self.disk_path is None) != (self.disk_size is None):
             raise ValueError("--disk-path and --disk-size belong together: a folder, and the most bytes in it")
+        return self
+
+    @model_validator(mode="after")
+    def _a_ca_is_for_tls(self) -> Settings:
+        if self.valkey_ca is not None and not (self.valkey_url or "").startswith(("valkeys:", "rediss:")):
+            raise ValueError("--valkey-ca is for TLS, and there is no --valkey-url that begins with valkeys or rediss")
         return self
 
     @model_validator(mode="after")

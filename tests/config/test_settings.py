@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -167,6 +168,14 @@ def test_no_place_of_an_object_store_or_one_with_a_key_in_it(url: str):
     with pytest.raises(SettingsError, match="--object-store-url") as refused:
         load_settings(object_store_url=url)
     assert "secret" not in str(refused.value)
+
+
+def test_a_ca_of_valkey_needs_tls(tmp_path: Path):
+    ca = tmp_path / "ca.crt"
+    assert load_settings(valkey_url="valkeys://h", valkey_ca=str(ca)).valkey_ca == ca
+    for url in ("valkey://h", None):
+        with pytest.raises(SettingsError, match="--valkey-ca is for TLS"):
+            load_settings(valkey_url=url, valkey_ca=str(ca))
 
 
 @pytest.mark.parametrize("url", ["valkey://h", "redis://127.0.0.1:6379/0", "rediss://h:1", "valkeys://[::1]:7/"])
