@@ -96,7 +96,7 @@ def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
         "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
     }
-    if login.ca is not None:
+    if login.ca is not None and url.startswith(("valkeys", "rediss")):
         options["ssl_ca_certs"] = str(login.ca)
     plain = url.replace("valkey", "redis", 1)
     client: Any = redis.Redis.from_url(plain, **options)  # pyright: ignore[reportUnknownMemberType]

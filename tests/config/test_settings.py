@@ -178,6 +178,33 @@ def test_a_ca_of_valkey_needs_tls(tmp_path: Path):
             load_settings(valkey_url=url, valkey_ca=str(ca))
 
 
+@pytest.mark.parametrize("lasting", ["versions_url", "valkey_url"])
+@pytest.mark.parametrize("url", ["valkey://h", "rediss://h:1"])
+def test_mooncake_needs_a_place_for_versions(lasting: str, url: str):
+    assert load_settings(mooncake_master="m:1", **{lasting: url}).mooncake_master == "m:1"
+    with pytest.raises(SettingsError, match="--versions-url"):
+        load_settings(mooncake_master="m:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"mooncake_master": "m"}, "--mooncake-master: 'm' is not HOST:PORT"),
+        ({"mooncake_master": "m:70000"}, "is not HOST:PORT"),
+        ({"versions_url": "s3://b"}, "lower tiers, and there is none"),
+        ({"mooncake_protocol": "rdma"}, "--mooncake-protocol has no effect"),
+        ({"mooncake_protocol": "udp"}, "must be one of tcp, rdma"),
+        ({"mooncake_master": "m:1", "versions_url": "s3://b", "mooncake_devices": "mlx5_0"}, "protocol rdma"),
+        ({"mooncake_master": "m:1", "versions_url": "http://b"}, "--versions-url"),
+        ({"mooncake_master": "m:1", "versions_url": "s3://key:secret@b"}, "--versions-url"),
+    ],
+)
+def test_settings_of_mooncake_that_cannot_be_meant(flags: dict[str, str], named: str):
+    with pytest.raises(SettingsError, match=named) as refused:
+        load_settings(**flags)
+    assert "secret" not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["valkey://h", "redis://127.0.0.1:6379/0", "rediss://h:1", "valkeys://[::1]:7/"])
 def test_places_of_valkey(url: str):
     assert load_settings(valkey_url=url).valkey_url == url.rstrip("/")
