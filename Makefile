@@ -18,7 +18,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis
+.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
 # What the extension is made of, and with; the versions are in constraints.txt.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "kvgrpc needs Python 3.10 or newer: make PYTHON=python3.x"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt $(BUILD_TOOLS)
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore,valkey]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,torch,objectstore,valkey,mooncake-cpu]'
 	@touch $@
 
 # $(call generate,FOLDER) writes kvgrpc/v1 below FOLDER.
@@ -102,7 +102,17 @@ $(REDIS): tests/tiers/fetch_redis.py | $(STAMP)
 	$(PY) -m tests.tiers.fetch_redis $(@D)
 	@touch $@
 
-test: lint $(HELMS) $(PROMTOOL) $(REDIS) $(BUILT) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
+# What Mooncake's library loads, for the tests of its tier.
+VERBS := build/verbs/.fetched
+
+verbs: $(VERBS) ## libibverbs, which the tests of the Mooncake tier load
+
+$(VERBS): tests/tiers/fetch_verbs.py | $(STAMP)
+	rm -rf $(@D)
+	$(PY) -m tests.tiers.fetch_verbs $(@D)
+	@touch $@
+
+test: lint $(HELMS) $(PROMTOOL) $(REDIS) $(VERBS) $(BUILT) ## the whole gate: lint, C++ tests, GATE_SEEDS (200) worlds, all tests
 	$(MAKE) --no-print-directory --jobs=$(JOBS) csrc-test
 	$(MAKE) --no-print-directory sim SEEDS=$(GATE_SEEDS)
 	$(PY) -m pytest -n $(JOBS)

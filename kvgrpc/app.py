@@ -7,14 +7,15 @@ import asyncio
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from kvgrpc import __version__
-from kvgrpc.config.credentials import plain_http, valkey_login
+from kvgrpc.config.credentials import offer_variables, plain_http, valkey_login
 from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import Settings, SettingsError
 from kvgrpc.config.values import split_address
@@ -105,38 +106,59 @@ def server_options(settings: Settings) -> ServerOptions:
     )
 
 
+@contextmanager
+def extra(flag: str, package: str, name: str) -> Generator[None]:
+    """Around imports of what an extra brings. Raises SettingsError: it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(f"{flag} needs {package} ({error}): pip install 'kvgrpc[{name}]'") from error
+
+
 def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
     """The lower tiers, in the order to ask them, and where versions of spaces outlive the server. Raises SettingsError:
     what a tier needs is not installed."""
     found: list[Tier] = []
-    shared: VersionPlace | None = None
-    beside_disk: Path | None = None
     guard = GuardSettings(deadline_s=settings.tier_deadline_ms / 1000)
     if settings.disk_path is not None and settings.disk_size is not None:
         disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
         disk.start()
         found.append(disk)
-        beside_disk = settings.disk_path / "versions.json"
+    if settings.mooncake_master is not None:
+        with extra("--mooncake-master", "Mooncake and the system's libibverbs1", "mooncake-cpu"):
+            from kvgrpc.tiers.mooncake import MooncakeTier, bounds
+        offer_variables(bounds(guard.deadline_s))
+        how = {"protocol": settings.mooncake_protocol, "devices": settings.mooncake_devices}
+        store = MooncakeTier(settings.mooncake_master, guard.deadline_s, **how)
+        store.start()
+        found.append(store)
     if settings.valkey_url is not None:
-        try:
-            from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions  # an extra
-        except ImportError as error:
-            text = f"--valkey-url needs redis ({error}): pip install 'kvgrpc[valkey]'"
-            raise SettingsError(text) from error
-        login = valkey_login()
+        with extra("--valkey-url", "redis", "valkey"):
+            from kvgrpc.tiers.valkey import Login, ValkeyTier
+        login = Login(*valkey_login(), settings.valkey_ca)
         found.append(ValkeyTier(settings.valkey_url, settings.valkey_ttl_ms, guard.deadline_s, login))
-        shared = ValkeyVersions(settings.valkey_url, login=login)
     if settings.object_store_url is not None:
-        try:
-            from kvgrpc.tiers.objectstore import ObjectStoreTier, ObjectStoreVersions  # an extra
-        except ImportError as error:
-            text = f"--object-store-url needs obstore ({error}): pip install 'kvgrpc[objectstore]'"
-            raise SettingsError(text) from error
-        plain = plain_http()
-        found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s, plain_http=plain))
-        shared = ObjectStoreVersions(settings.object_store_url, plain_http=plain)  # of both, what lasts longer
+        with extra("--object-store-url", "obstore", "objectstore"):
+            from kvgrpc.tiers.objectstore import ObjectStoreTier
+        found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s, plain_http=plain_http()))
+    beside_disk = None if settings.disk_path is None else settings.disk_path / "versions.json"
     beside_arena = None if settings.arena_path is None else arena_versions(settings.arena_path)
-    return {tier.name: Guarded(tier, guard) for tier in found}, KeptVersions(shared, beside_disk, beside_arena)
+    kept = KeptVersions(shared_versions(settings), beside_disk, beside_arena)
+    return {tier.name: Guarded(tier, guard) for tier in found}, kept
+
+
+def shared_versions(settings: Settings) -> VersionPlace | None:
+    """Where servers share them: where that is said, else in the tier that lasts longest."""
+    url = settings.versions_url or settings.object_store_url or settings.valkey_url
+    if url is None:
+        return None
+    if url.startswith(("valkey", "redis")):
+        with extra("--versions-url", "redis", "valkey"):
+            from kvgrpc.tiers.valkey import Login, ValkeyVersions
+        return ValkeyVersions(url, login=Login(*valkey_login(), settings.valkey_ca))
+    with extra("--versions-url", "obstore", "objectstore"):
+        from kvgrpc.tiers.objectstore import ObjectStoreVersions
+    return ObjectStoreVersions(url, plain_http=plain_http())
 
 
 def arena_versions(arena: Path) -> Path:

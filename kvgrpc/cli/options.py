@@ -43,7 +43,8 @@ def _metavar(name: str) -> str:
     words |= {"arena_path": "PATH", "socket_group": "GROUP", "metrics_listen": "[HOST:]PORT", "otlp_endpoint": "URL"}
     words |= {"tls_cert": "FILE", "tls_key": "FILE", "tls_client_ca": "FILE", "access": "FILE"}
     words |= {"health_listen": "[HOST:]PORT"}
-    words |= {"disk_path": "PATH", "object_store_url": "URL", "valkey_url": "URL"}
+    words |= {"disk_path": "PATH", "object_store_url": "URL", "valkey_url": "URL", "valkey_ca": "FILE"}
+    words |= {"mooncake_master": "HOST:PORT", "mooncake_protocol": "tcp|rdma", "versions_url": "URL"}
     words |= {"write_policy": "POLICY", "write_policy_of": "MODEL=POLICY"}
     if name in words:
         return words[name]

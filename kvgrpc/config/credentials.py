@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 VARIABLES = {
     "ca_file": "KVGRPC_CA_FILE",
@@ -23,6 +23,12 @@ def asked_credentials(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 def valkey_login(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """(name, password) for Valkey; empty: none."""
     return environ.get("VALKEY_USERNAME", ""), environ.get("VALKEY_PASSWORD", "")
+
+
+def offer_variables(variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """For libraries that are told by the environment alone; what is set there stays."""
+    for name, value in variables.items():
+        environ.setdefault(name, value)
 
 
 def plain_http(environ: Mapping[str, str] = os.environ) -> bool:

@@ -21,6 +21,7 @@ from kvgrpc.config.places import default_socket_path, named_socket
 from kvgrpc.config.values import (
     is_loopback,
     parse_collector,
+    parse_master,
     parse_mode,
     parse_own_address,
     parse_policies,
@@ -28,6 +29,7 @@ from kvgrpc.config.values import (
     parse_size,
     parse_store_url,
     parse_valkey_url,
+    parse_versions_url,
     split_address,
     split_list,
 )
@@ -56,6 +58,8 @@ OwnAddress = Annotated[str, BeforeValidator(parse_own_address)]
 Collector = Annotated[str, BeforeValidator(parse_collector)]
 ValkeyUrl = Annotated[str, BeforeValidator(parse_valkey_url)]
 StoreUrl = Annotated[str, BeforeValidator(parse_store_url)]
+VersionsUrl = Annotated[str, BeforeValidator(parse_versions_url)]
+Master = Annotated[str, BeforeValidator(parse_master)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 THREADS_MOST = 256
@@ -65,6 +69,7 @@ _WORDS = {
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("auto", "console", "json"),
     "copy_mode": ("auto", "dma", "staged", "direct"),
+    "mooncake_protocol": ("tcp", "rdma"),
 }
 
 
@@ -133,12 +138,19 @@ class Settings(BaseSettings):
     )
     disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
     disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")
+    mooncake_master: Master | None = _doc(None, "HOST:PORT of the master of a Mooncake Store, for objects below L1")
+    mooncake_protocol: str = _doc("tcp", "how its bytes travel: tcp or rdma")
+    mooncake_devices: str = _doc("", "RDMA devices for that, separated by commas; default: the library chooses")
     valkey_url: ValkeyUrl | None = _doc(
         None, "valkey(s):// or redis(s):// URL of a server, or of one of a cluster, for objects below L1"
     )
+    valkey_ca: Path | None = _doc(None, "CA (PEM) of that server, where its URL is with TLS; beside the system's own")
     valkey_ttl_ms: Millis = _doc(86_400_000, "how long objects are kept there after their writing")
     object_store_url: StoreUrl | None = _doc(
         None, "s3://, gs://, az:// or file:// URL for objects below L1, shared by all servers of it; keys: environment"
+    )
+    versions_url: VersionsUrl | None = _doc(
+        None, "URL as of an object store or Valkey, for versions of spaces alone; default: with the tiers that last"
     )
     write_policy: WritePolicy = _doc(WritePolicy.THROUGH, "what is copied down: through, eviction, second-use or none")
     write_policy_of: Policies = Field(default_factory=dict[str, WritePolicy], description="MODEL=POLICY: for one model")
@@ -194,7 +206,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be at least {PAGE_MIN} bytes, not {value}")
         return value
 
-    @field_validator("log_level", "log_format", "copy_mode", mode="before")
+    @field_validator("log_level", "log_format", "copy_mode", "mooncake_protocol", mode="before")
     @classmethod
     def _small_letters(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
@@ -206,7 +218,7 @@ class Settings(BaseSettings):
             raise ValueError(f"must be at least {MESSAGE_MIN} bytes, not {value}")
         return value
 
-    @field_validator("log_level", "log_format", "copy_mode")
+    @field_validator("log_level", "log_format", "copy_mode", "mooncake_protocol")
     @classmethod
     def _known_word(cls, value: str, info: Any) -> str:
         words = _WORDS[info.field_name]
@@ -226,6 +238,29 @@ class Settings(BaseSettings):
     def _disk_has_a_limit(self) -> Settings:
         if (self.disk_path is None) != (self.disk_size is None):
             raise ValueError("--disk-path and --disk-size belong together: a folder, and the most bytes in it")
+        return self
+
+    @model_validator(mode="after")
+    def _a_ca_is_for_tls(self) -> Settings:
+        urls = (self.valkey_url or "", self.versions_url or "")
+        if self.valkey_ca is not None and not any(url.startswith(("valkeys:", "rediss:")) for url in urls):
+            raise ValueError("--valkey-ca is for TLS, and there is no --valkey-url that begins with valkeys or rediss")
+        return self
+
+    @model_validator(mode="after")
+    def _versions_outlive_what_they_are_of(self) -> Settings:
+        lasting = self.disk_path or self.valkey_url or self.object_store_url
+        if self.mooncake_master is not None and not (lasting or self.versions_url):
+            raise ValueError(
+                "--mooncake-master keeps objects and no versions of spaces, without which cleared ones would be found "
+                "again; say where those lie, for all servers of the store, with --versions-url"
+            )
+        if self.versions_url is not None and not (lasting or self.mooncake_master):
+            raise ValueError("--versions-url is about what lies in lower tiers, and there is none")
+        if self.mooncake_devices and self.mooncake_protocol != "rdma":
+            raise ValueError("--mooncake-devices needs --mooncake-protocol rdma")
+        if self.mooncake_protocol != "tcp" and self.mooncake_master is None:
+            raise ValueError("--mooncake-protocol has no effect without --mooncake-master")
         return self
 
     @model_validator(mode="after")

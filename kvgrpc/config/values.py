@@ -138,6 +138,21 @@ def parse_valkey_url(value: object) -> object:
     return value.rstrip("/")
 
 
+def parse_versions_url(value: object) -> object:
+    """Of a Valkey server or of an object store."""
+    kept_by_keys = isinstance(value, str) and urlsplit(value).scheme in _KEY_STORES
+    return parse_valkey_url(value) if kept_by_keys else parse_store_url(value)
+
+
+def parse_master(value: object) -> object:
+    """HOST:PORT."""
+    if isinstance(value, str):
+        host, separator, port = value.rpartition(":")
+        if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{value!r} is not HOST:PORT, for example 10.0.0.7:50051")
+    return value
+
+
 def split_address(address: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[V6]:PORT``; ValueError says what is wrong."""
     host, separator, port = address.rpartition(":")

@@ -45,6 +45,11 @@ class Filling:
         with self._touching:
             self._stopped = True
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody wants more."""
+        return self._stopped
+
     def take(self, piece: bytes | memoryview) -> None:
         """The next bytes; more than the object has are SHORT of a fault: they are FOREIGN."""
         view = memoryview(piece)
@@ -64,7 +69,7 @@ class Filling:
             with self._touching:
                 if not self._stopped:
                     self._space[:size] = view[:size]
-            self._opening.update(view[:size])
+                    self._opening.update(self._space[:size])  # what has come: the piece may be another's memory
             self._space, view = self._space[size:], view[size:]
 
     def end(self) -> None:

@@ -22,6 +22,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -50,7 +52,6 @@ THREADS = 8
 RETRIES = 2
 """Of a command that met a dropped connection."""
 PROBES = 1000
-NO_LOGIN = ("", "")
 VERSIONS_KEY = "kvgrpc:{versions}"
 ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
 
@@ -68,22 +69,35 @@ return 0
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Login:
+    """How to be let in; with TLS, ``ca`` is trusted beside what the system trusts."""
+
+    name: str = ""
+    password: str = field(default="", repr=False)
+    ca: Path | None = None
+
+
+NO_LOGIN = Login()
+
+
 def object_key(name: str) -> str:
     return f"kvgrpc:{{{name}}}"
 
 
-def connect(url: str, deadline_s: float, login: tuple[str, str] = NO_LOGIN) -> Any:
-    """A client of the server, or of the cluster that it belongs to; ``login`` is (name, password). Raises what
-    is in ERRORS."""
+def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
+    """A client of the server, or of the cluster that it belongs to. Raises what is in ERRORS."""
     options: dict[str, Any] = {
-        "username": login[0] or None,
-        "password": login[1] or None,
+        "username": login.name or None,
+        "password": login.password or None,
         "socket_timeout": deadline_s,
         "socket_connect_timeout": min(2.0, deadline_s),
         "socket_read_size": PIECE_BYTES,
         "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
     }
+    if login.ca is not None and url.startswith(("valkeys", "rediss")):
+        options["ssl_ca_certs"] = str(login.ca)
     plain = url.replace("valkey", "redis", 1)
     client: Any = redis.Redis.from_url(plain, **options)  # pyright: ignore[reportUnknownMemberType]
     if client.info("cluster").get("cluster_enabled"):
@@ -104,13 +118,7 @@ class ValkeyTier:
     """
 
     def __init__(
-        self,
-        url: str,
-        ttl_ms: int,
-        deadline_s: float = 10.0,
-        login: tuple[str, str] = NO_LOGIN,
-        *,
-        name: str = "valkey",
+        self, url: str, ttl_ms: int, deadline_s: float = 10.0, login: Login = NO_LOGIN, *, name: str = "valkey"
     ) -> None:
         self._name = name
         self._url = url
@@ -324,7 +332,7 @@ def _lengths(client: Any, keys: list[Any]) -> int:
 class ValkeyVersions:
     """VersionPlace: one key without a time to live, changed by a script, so that nobody comes between."""
 
-    def __init__(self, url: str, deadline_s: float = 4.0, login: tuple[str, str] = NO_LOGIN) -> None:
+    def __init__(self, url: str, deadline_s: float = 4.0, login: Login = NO_LOGIN) -> None:
         self.where = f"{VERSIONS_KEY} of {url}"
         self._url = url
         self._deadline_s = deadline_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -166,6 +167,41 @@ def test_places_of_object_stores(url: str):
 def test_no_place_of_an_object_store_or_one_with_a_key_in_it(url: str):
     with pytest.raises(SettingsError, match="--object-store-url") as refused:
         load_settings(object_store_url=url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_ca_of_valkey_needs_tls(tmp_path: Path):
+    ca = tmp_path / "ca.crt"
+    assert load_settings(valkey_url="valkeys://h", valkey_ca=str(ca)).valkey_ca == ca
+    for url in ("valkey://h", None):
+        with pytest.raises(SettingsError, match="--valkey-ca is for TLS"):
+            load_settings(valkey_url=url, valkey_ca=str(ca))
+
+
+@pytest.mark.parametrize("lasting", ["versions_url", "valkey_url"])
+@pytest.mark.parametrize("url", ["valkey://h", "rediss://h:1"])
+def test_mooncake_needs_a_place_for_versions(lasting: str, url: str):
+    assert load_settings(mooncake_master="m:1", **{lasting: url}).mooncake_master == "m:1"
+    with pytest.raises(SettingsError, match="--versions-url"):
+        load_settings(mooncake_master="m:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"mooncake_master": "m"}, "--mooncake-master: 'm' is not HOST:PORT"),
+        ({"mooncake_master": "m:70000"}, "is not HOST:PORT"),
+        ({"versions_url": "s3://b"}, "lower tiers, and there is none"),
+        ({"mooncake_protocol": "rdma"}, "--mooncake-protocol has no effect"),
+        ({"mooncake_protocol": "udp"}, "must be one of tcp, rdma"),
+        ({"mooncake_master": "m:1", "versions_url": "s3://b", "mooncake_devices": "mlx5_0"}, "protocol rdma"),
+        ({"mooncake_master": "m:1", "versions_url": "http://b"}, "--versions-url"),
+        ({"mooncake_master": "m:1", "versions_url": "s3://key:secret@b"}, "--versions-url"),
+    ],
+)
+def test_settings_of_mooncake_that_cannot_be_meant(flags: dict[str, str], named: str):
+    with pytest.raises(SettingsError, match=named) as refused:
+        load_settings(**flags)
     assert "secret" not in str(refused.value)
 
 

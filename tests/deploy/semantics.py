@@ -20,6 +20,8 @@ SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([
 PORT_NAME = re.compile(r"(?=.{1,15}$)(?=.*[a-z])(?!.*--)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 HANDLERS = {"exec", "grpc", "httpGet", "tcpSocket"}
+SECRET = {"VALKEY_USERNAME", "VALKEY_PASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"}
+SECRET |= {"GOOGLE_SERVICE_ACCOUNT_KEY", "AZURE_STORAGE_ACCOUNT_KEY"}
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 0.001, "": 1}
 
 
@@ -151,7 +153,24 @@ def server_faults(container: dict[str, Any]) -> Iterator[str]:
     yield from (f"{flag} is given twice" for flag in repeated)
     variables = {f"KVGRPC_{name.upper()}" for name in Settings.model_fields}
     variables |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "CUPY_CACHE_DIR"}
+    variables |= SECRET | {
+        "AZURE_STORAGE_ACCOUNT_NAME",
+        "AWS_REGION",
+        "AWS_ENDPOINT",
+        "AWS_ALLOW_HTTP",
+        "SSL_CERT_FILE",
+    }
     yield from (f"nothing reads {one['name']}" for one in container["env"] if one["name"] not in variables)
+    for one in container["env"]:
+        if one["name"] in SECRET and "secretKeyRef" not in one.get("valueFrom", {}):
+            yield f"{one['name']} does not come from a Secret"
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    given_files = [arg.partition("=")[2] for arg in container["args"]] + [
+        one.get("value", "") for one in container["env"]
+    ]
+    for path in given_files:
+        if path.startswith("/run/secrets/") and not any(path.startswith(f"{mount}/") for mount in mounts):
+            yield f"nothing is mounted where {path} is looked for"
     named = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
     ports = {port for port in (named.get("health", named.get("grpc")),) if port is not None}
     for name in PROBES:

@@ -115,6 +115,18 @@ BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
     "flag": (lambda m: _server(m)["args"].append("--tier=x"), "no option --tier"),
     "repeated flag": (lambda m: _server(m)["args"].append("--l1-size=1GiB"), "--l1-size is given twice"),
     "variable": (lambda m: _server(m)["env"].append({"name": "KVGRPC_TIER"}), "nothing reads KVGRPC_TIER"),
+    "a password in clear": (
+        lambda m: _server(m)["env"].append({"name": "VALKEY_PASSWORD", "value": "x"}),
+        "VALKEY_PASSWORD does not come from a Secret",
+    ),
+    "a file that is nowhere": (
+        lambda m: _server(m)["args"].append("--valkey-ca=/run/secrets/kvgrpc/valkey-ca/ca.crt"),
+        "nothing is mounted where /run/secrets/kvgrpc/valkey-ca/ca.crt",
+    ),
+    "another's variable": (
+        lambda m: _server(m)["env"].append({"name": "AWS_KEY", "value": "x"}),
+        "nothing reads AWS_KEY",
+    ),
     "probe's port": (lambda m: _server(m)["livenessProbe"]["grpc"].update(port=1), "livenessProbe asks"),
     "probe's name": (lambda m: _server(m)["livenessProbe"]["grpc"].update(service="readiness"), "livenessProbe asks"),
     "two handlers": (
@@ -141,6 +153,11 @@ def test_the_checks_find(name: str) -> None:
 
 TLS: dict[str, object] = {"discovery": "service", "tls_secretName": "s"}
 METRICS: dict[str, object] = {"metrics_enabled": "true"}
+PLAIN: dict[str, object] = {
+    "objectStore_url": "s3://b",
+    "objectStore_endpoint": "http://m:9000",
+    "objectStore_insecure": "true",
+}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
@@ -169,7 +186,21 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({**METRICS, **TCP, "metrics_port": 50051}, "metrics.port=50051 is tcp.port, too; change one of them"),
     ({**METRICS, "networkPolicy_enabled": "true"}, "list its peers in networkPolicy.metricsFrom"),
     ({"networkPolicy_metricsFrom[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.metricsFrom has no effect: set"),
-    ({"networkPolicy_enabled": "true", "otlp_endpoint": "http://c:4318"}, "list the collector's peers"),
+    ({"networkPolicy_enabled": "true", "otlp_endpoint": "http://c:4318"}, "list the peers of those that are set"),
+    ({"networkPolicy_enabled": "true", "valkey_url": "redis://v"}, "list the peers of those that are set"),
+    ({"networkPolicy_enabled": "true", "objectStore_url": "s3://b"}, "list the peers of those that are set"),
+    ({"valkey_secretName": "s"}, "have no effect without valkey.url; set it, or empty them"),
+    ({"valkey_caSecretName": "s"}, "have no effect without valkey.url; set it, or empty them"),
+    ({"valkey_url": "valkey://v", "valkey_caSecretName": "s"}, "write valkeys:// or rediss://, or empty"),
+    ({"objectStore_secretName": "s"}, "have no effect without objectStore.url; set it, or empty them"),
+    ({"objectStore_insecure": "true"}, "have no effect without objectStore.url; set it, or empty them"),
+    ({"objectStore_url": "gs://b", "objectStore_region": "eu"}, "are for s3://, and objectStore.url=gs://b is not"),
+    ({"objectStore_url": "az://c"}, "objectStore.account is the storage account of an az:// URL; set both, or none"),
+    ({"objectStore_url": "s3://b", "objectStore_account": "acct"}, "of an az:// URL; set both, or none"),
+    ({**PLAIN, "objectStore_insecure": "false"}, "Write https://, or set objectStore.insecure=true"),
+    ({**PLAIN, "objectStore_endpoint": "https://m"}, "objectStore.insecure has no effect without"),
+    ({**PLAIN, "objectStore_caSecretName": "s"}, "objectStore.insecure is without; set one of them"),
+    ({"valkey_url": "redis://v", "flushSeconds": 60, "terminationGracePeriodSeconds": 70}, "end after it (63 seconds)"),
     ({"networkPolicy_to[0].ipBlock.cidr": "10.0.0.0/8"}, "networkPolicy.to has no effect: set"),
     ({"l1_hugePages": "2Mi", "arena_persist": "true"}, "exclude each other, as --huge-pages and --arena-path do"),
     ({"l1_hugePages": "1Gi", "l1_size": "1536Mi"}, "l1.size=1536Mi is no multiple of l1.hugePages=1Gi; change l1.size"),
@@ -204,6 +235,16 @@ NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"tcp_port": 70000}, "port"),
     ({"hostname": "Not.One"}, "hostname"),
     ({"image_digest": "sha256:short"}, "digest"),
+    ({"valkey_url": "valkey://user:secret@v"}, "url"),
+    ({"valkey_url": "http://v"}, "url"),
+    ({"valkey_password": "x"}, "password"),
+    ({"valkey_ttlSeconds": 0}, "ttlSeconds"),
+    ({"valkey_ttlSeconds": 86401}, "ttlSeconds"),
+    ({"objectStore_url": "file:///srv"}, "url"),
+    ({"objectStore_url": "s3://key:secret@b"}, "url"),
+    ({"objectStore_endpoint": "minio:9000"}, "endpoint"),
+    ({"objectStore_account": "No-Name"}, "account"),
+    ({"flags_valkey__url": "valkey://v"}, "valkey-url"),
 ]
 
 

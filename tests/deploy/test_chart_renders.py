@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from kvgrpc import __version__
-from kvgrpc.config.settings import Settings
+from kvgrpc.config.credentials import plain_http, valkey_login
+from kvgrpc.config.settings import Settings, load_settings
 from tests.deploy.chart import (
     CHART,
     EXAMPLES,
@@ -22,15 +23,18 @@ from tests.deploy.chart import (
     NAMESPACE,
     NEWEST,
     ROOT,
+    Manifest,
     helm,
     of_kind,
     patch,
     patched_engine,
+    pod_specs,
     render,
     rendered_text,
     template,
     values,
 )
+from tests.deploy.semantics import faults
 
 GOLDEN = Path(__file__).parent / "golden"
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -97,7 +101,7 @@ def test_versions_are_the_programs() -> None:
     assert chart["appVersion"] == __version__
 
 
-@pytest.mark.parametrize("name", ["socket", "service", "sidecar"])
+@pytest.mark.parametrize("name", ["socket", "service", "sidecar", "remote"])
 def test_golden(name: str) -> None:
     """A render that was read by a person. After a meant change: `helm template`, as here, into the file."""
     text = rendered_text("--values", str(CHART / f"examples/{name}.yaml"), "--skip-tests")
@@ -150,7 +154,8 @@ def test_every_object_of_the_schema_is_closed() -> None:
 def test_flags_are_the_servers_options_that_no_value_makes() -> None:
     own = {"--socket", "--socket-mode", "--socket-group", "--listen", "--insecure", "--allow-uid"}
     own |= {"--l1-size", "--arena-path", "--huge-pages", "--drain-ms", "--metrics-listen", "--otlp-endpoint"}
-    own |= {"--disk-path", "--disk-size", "--flush-ms"}
+    own |= {"--disk-path", "--disk-size", "--flush-ms", "--valkey-url", "--valkey-ca", "--valkey-ttl-ms"}
+    own |= {"--object-store-url"}
     own |= {"--tls-cert", "--tls-key", "--tls-client-ca", "--access", "--health-listen"}
     made = {flag.removeprefix("--") for flag in own}
     settings = {name.replace("_", "-") for name in Settings.model_fields}
@@ -165,6 +170,16 @@ def test_the_test_engine_is_the_example() -> None:
 
 
 # ---- what follows from what -------------------------------------------------------------------------------------
+
+
+def servers(manifests: list[Manifest]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(spec of the pod, container) of every server."""
+    return [
+        (spec, one)
+        for _, spec in pod_specs(manifests)
+        for one in [*spec.get("initContainers", []), *spec["containers"]]
+        if one["name"] == "kvgrpc"
+    ]
 
 
 def server(*sets: str) -> dict[str, Any]:
@@ -200,6 +215,49 @@ def test_what_waits_for_the_disk_fits_into_the_grace_period() -> None:
     args = spec["template"]["spec"]["containers"][0]["args"]
     assert {"--disk-path=/disk", "--disk-size=1TiB", "--flush-ms=30000"} <= set(args)
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 130
+
+
+@pytest.mark.parametrize("tier", [{"valkey_url": "redis://v"}, {"objectStore_url": "s3://b"}])
+def test_what_waits_for_a_shared_tier_fits_into_the_grace_period(tier: dict[str, str]) -> None:
+    spec = of_kind(render(*values(flushSeconds=30, **tier)), "DaemonSet")["spec"]["template"]["spec"]
+    assert "--flush-ms=30000" in spec["containers"][0]["args"]
+    assert spec["terminationGracePeriodSeconds"] == 65
+
+
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_a_server_is_told_of_shared_tiers_as_it_reads_it(mode: str) -> None:
+    """The rendered flags are settings, and the rendered variables are what logs the server in."""
+    sets = {"valkey_url": "rediss://v:1/2", "valkey_secretName": "v", "valkey_caSecretName": "ca", "mode": mode}
+    sets |= {"objectStore_url": "s3://b/p", "objectStore_endpoint": "http://m:9", "objectStore_insecure": "true"}
+    for spec, container in servers(render(*values(**sets))):
+        flags = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
+        told = {name.replace("-", "_"): text for name, text in flags.items() if name.startswith(("valkey", "object"))}
+        settings = load_settings(**told)
+        assert (settings.valkey_url, settings.valkey_ttl_ms) == ("rediss://v:1/2", 86_400_000)
+        assert settings.object_store_url == "s3://b/p"
+        paths = {f"{one['mountPath']}/ca.crt": one["name"] for one in container["volumeMounts"]}
+        (volume,) = [one for one in spec["volumes"] if one["name"] == paths[str(settings.valkey_ca)]]
+        assert volume["secret"] == {"secretName": "ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        refs = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "valueFrom" in one}
+        assert valkey_login({name: ref["key"] for name, ref in refs.items()}) == ("VALKEY_USERNAME", "VALKEY_PASSWORD")
+        assert refs["VALKEY_USERNAME"].get("optional") and not refs["VALKEY_PASSWORD"].get("optional")
+        assert plain_http({one["name"]: one.get("value", "") for one in container["env"]})
+
+
+@pytest.mark.parametrize(
+    ("sets", "keys"),
+    [
+        ({"objectStore_url": "s3://b"}, {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"}),
+        ({"objectStore_url": "gs://b"}, {"GOOGLE_SERVICE_ACCOUNT_KEY"}),
+        ({"objectStore_url": "az://c", "objectStore_account": "acct"}, {"AZURE_STORAGE_ACCOUNT_KEY"}),
+    ],
+)
+def test_each_store_gets_its_own_keys(sets: dict[str, str], keys: set[str]) -> None:
+    manifests = render(*values(objectStore_secretName="s", objectStore_caSecretName="ca", **sets))
+    (_, container), *_ = servers(manifests)
+    assert {one["name"] for one in container["env"] if "valueFrom" in one} == keys
+    assert {"name": "SSL_CERT_FILE", "value": "/run/secrets/kvgrpc/objectstore-ca/ca.crt"} in container["env"]
+    assert faults(manifests) == []
 
 
 def test_large_numbers_stay_whole() -> None:

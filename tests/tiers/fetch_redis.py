@@ -7,10 +7,10 @@ From PATH when it is there; else out of Debian's packages, without installing th
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+from tests.tiers.debian import copy_libraries, unpacked
 
 PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1")
 """The server is a part of the tools, called by another name; the rest are libraries that it loads."""
@@ -21,18 +21,10 @@ LD_LIBRARY_PATH="$here/lib" exec "$here/bin/redis-server" "$@"
 
 
 def from_debian(folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as aside:
-        download = ["apt-get", "download", *PACKAGES]
-        if subprocess.run(download, cwd=aside, capture_output=True, timeout=300, check=False).returncode:
-            subprocess.run(["apt-get", "update"], capture_output=True, timeout=300, check=True)
-            subprocess.run(download, cwd=aside, capture_output=True, timeout=300, check=True)
-        for package in Path(aside).glob("*.deb"):
-            subprocess.run(["dpkg-deb", "--extract", package, aside], check=True, timeout=300)
-        (folder / "lib").mkdir(exist_ok=True)
-        for library in Path(aside).glob("usr/lib/*/*.so.*"):
-            shutil.copy(library.resolve(), folder / "lib" / library.name)
+    with unpacked(*PACKAGES) as aside:
+        copy_libraries(aside, folder / "lib")
         (folder / "bin").mkdir(exist_ok=True)
-        shutil.copy(Path(aside) / "usr/bin/redis-check-rdb", folder / "bin/redis-server")
+        shutil.copy(aside / "usr/bin/redis-check-rdb", folder / "bin/redis-server")
     script = folder / "redis-server"
     script.write_text(SCRIPT)
     script.chmod(0o755)

@@ -17,7 +17,7 @@ from kvgrpc.tiers import valkey
 from kvgrpc.tiers.base import FaultReason, Tier, TierFault
 from kvgrpc.tiers.envelope import HEADER_BYTES
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
-from kvgrpc.tiers.valkey import ValkeyTier, ValkeyVersions, connect, object_key
+from kvgrpc.tiers.valkey import Login, ValkeyTier, ValkeyVersions, connect, object_key
 from kvgrpc.tiers.versions import begin_at, begin_both, save_at
 from tests.e2e.harness import until
 from tests.tiers.conformance import TierConformance, data, fault_of, object_name, parts, read, write
@@ -308,7 +308,7 @@ async def test_access_is_refused_without_the_password(own: Keys) -> None:
             await call
         assert "of the test" not in refused.value.message
     await tier.close()
-    tier = ValkeyTier(own.url, TTL_MS, DEADLINE_S, ("", "of the test"))
+    tier = ValkeyTier(own.url, TTL_MS, DEADLINE_S, Login(password="of the test"))
     assert await read(tier, await write(tier, "a", 8)) == data("a", 8)
     await tier.close()
 

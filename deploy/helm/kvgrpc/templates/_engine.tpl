@@ -104,8 +104,10 @@
 - name: kvgrpc-kernels
   emptyDir: {}
 {{- end }}
-{{- if and (eq .Values.mode "sidecar") .Values.access.secretName }}
-{{ include "kvgrpc.server.secretVolumes" . }}
+{{- if eq .Values.mode "sidecar" }}
+{{- with include "kvgrpc.server.secretVolumes" . }}
+{{ . | trim }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -71,7 +71,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{- define "kvgrpc.graceSeconds" -}}
-{{- .Values.terminationGracePeriodSeconds | default (add .Values.drainSeconds (ternary .Values.flushSeconds 0 (ne .Values.disk.size "")) 10) -}}
+{{- .Values.terminationGracePeriodSeconds | default (add .Values.drainSeconds (ternary .Values.flushSeconds 0 (eq (include "kvgrpc.writesBehind" .) "true")) 10) -}}
 {{- end -}}
 
 {{- define "kvgrpc.startupSeconds" -}}

@@ -16,7 +16,12 @@ args:
   {{- with .Values.disk.size }}
   - --disk-path=/disk
   - --disk-size={{ . }}B
-  - --flush-ms={{ mul $.Values.flushSeconds 1000 }}
+  {{- end }}
+  {{- with include "kvgrpc.tiers.args" . }}
+  {{- . | trim | nindent 2 }}
+  {{- end }}
+  {{- if include "kvgrpc.writesBehind" . }}
+  - --flush-ms={{ mul .Values.flushSeconds 1000 }}
   {{- end }}
   - --socket-mode={{ .Values.socket.mode }}
   {{- if include "kvgrpc.socketForGroup" . }}
@@ -69,6 +74,9 @@ env:
     value: compute,utility
   - name: CUPY_CACHE_DIR
     value: /kernels
+  {{- end }}
+  {{- with include "kvgrpc.tiers.env" . }}
+  {{- . | trim | nindent 2 }}
   {{- end }}
 {{- $hostPort := and (eq .Values.mode "daemonset") (eq .Values.discovery "hostPort") }}
 {{- if or (include "kvgrpc.isTcp" .) .Values.metrics.enabled }}
@@ -123,6 +131,9 @@ volumeMounts:
     mountPath: {{ include "kvgrpc.secrets" . }}/access
     readOnly: true
   {{- end }}
+  {{- with include "kvgrpc.tiers.volumeMounts" . }}
+  {{- . | trim | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{/* Volumes of Secrets that the server reads, again whenever they change. */}}
@@ -137,7 +148,8 @@ volumeMounts:
   secret:
     secretName: {{ . }}
     items: [{key: access.json, path: access.json}]
-{{- end -}}
+{{ end -}}
+{{- include "kvgrpc.tiers.volumes" . | trim -}}
 {{- end -}}
 
 {{/* L1 counts as ordinary memory at the server's start even when it lies in huge pages, so the limit holds it. */}}

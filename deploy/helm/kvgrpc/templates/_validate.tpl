@@ -65,12 +65,14 @@
 {{- if and $n.metricsFrom (not (and $n.enabled $m.enabled)) -}}
 {{- fail "networkPolicy.metricsFrom has no effect: set networkPolicy.enabled=true and metrics.enabled=true, or empty it" -}}
 {{- end -}}
-{{- if and $n.enabled $v.otlp.endpoint (not $n.to) -}}
-{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint; list the collector's peers (and the DNS server's) in networkPolicy.to" -}}
+{{- $out := or $v.otlp.endpoint $v.valkey.url $v.objectStore.url -}}
+{{- if and $n.enabled $out (not $n.to) -}}
+{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint, valkey.url and objectStore.url; list the peers of those that are set (and the DNS server's) in networkPolicy.to" -}}
 {{- end -}}
-{{- if and $n.to (not (and $n.enabled $v.otlp.endpoint)) -}}
-{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, or empty it" -}}
+{{- if and $n.to (not (and $n.enabled $out)) -}}
+{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, valkey.url or objectStore.url, or empty it" -}}
 {{- end -}}
+{{- include "kvgrpc.tiers.validate" . -}}
 {{- if $v.l1.hugePages -}}
 {{- if $v.arena.persist -}}
 {{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
@@ -85,7 +87,7 @@
 {{- if and $v.disk.hostPath (not $v.disk.size) -}}
 {{- fail "disk.hostPath has no effect without disk.size; set it, or empty disk.hostPath" -}}
 {{- end -}}
-{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary 3 0 $v.arena.persist) (ternary $v.flushSeconds 0 (ne $v.disk.size "")) -}}
+{{- $end := add (ternary 5 3 (ne $v.otlp.endpoint "")) (ternary 3 0 $v.arena.persist) (ternary $v.flushSeconds 0 (eq (include "kvgrpc.writesBehind" .) "true")) -}}
 {{- if and $v.terminationGracePeriodSeconds (lt (int $v.terminationGracePeriodSeconds) (add $end $v.drainSeconds | int)) -}}
 {{- fail (printf "terminationGracePeriodSeconds=%d does not hold drainSeconds=%d and the server's end after it (%d seconds); raise it, or leave it 0" (int $v.terminationGracePeriodSeconds) (int $v.drainSeconds) (int $end)) -}}
 {{- end -}}
