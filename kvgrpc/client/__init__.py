@@ -81,6 +81,7 @@ if TYPE_CHECKING:
         SpaceStatus,
         TokenRange,
         Warmed,
+        WritePolicy,
     )
     from kvgrpc.operators import CallKind, Inspection, RestartStatus, TracedCall, TracedCalls
     from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
@@ -114,7 +115,8 @@ _NAMES = {
     "kvgrpc.core.inspection": "InspectedChunk Keeper",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer NULL_BLOCK "
-        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
+        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed "
+        "WritePolicy"
     ),
     "kvgrpc.operators": "CallKind Inspection RestartStatus TracedCall TracedCalls",
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
@@ -204,6 +206,7 @@ __all__ = [
     "Watcher",
     "WorkerClient",
     "WorkerOptions",
+    "WritePolicy",
     "default_address",
     "default_credentials",
     "kv_layout",

@@ -28,7 +28,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 
 def flags(tmp_path: Path, store: Mooncake) -> tuple[str, ...]:
     versions = (tmp_path / "of-all-servers").as_uri()
-    return ("--mooncake-master", store.master, "--versions-url", versions, "--tier-deadline-ms", "3000")
+    return ("--mooncake-master", store.master, "--versions-url", versions, "--tier-deadline-ms", "8000")
 
 
 @pytest.fixture
