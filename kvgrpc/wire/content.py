@@ -130,7 +130,7 @@ def encode_policy(policy: Policy) -> pb.RequestPolicy | None:
     )
 
 
-def encode_write_policy(policy: WritePolicy | None) -> admin_pb2.WritePolicy:
+def encode_write_policy(policy: WritePolicy | None) -> admin_pb2.WritePolicy.ValueType:
     return admin_pb2.WRITE_POLICY_UNSPECIFIED if policy is None else _WRITE_POLICY_NUMBERS[policy]
 
 
