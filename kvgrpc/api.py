@@ -37,6 +37,7 @@ from kvgrpc.core.types import (
     SpaceStatus,
     TokenRange,
     Warmed,
+    WritePolicy,
 )
 from kvgrpc.core.types import ArenaStatus as ArenaStatus  # part of ServerStatus
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
@@ -378,5 +379,7 @@ class AdminApi(Protocol):
     async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota: ...
 
     async def get_quota(self, cache_salt: str) -> Quota: ...
+
+    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy: ...
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool: ...

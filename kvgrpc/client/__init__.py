@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         SpaceStatus,
         TokenRange,
         Warmed,
+        WritePolicy,
     )
     from kvgrpc.operators import CallKind, Inspection, RestartStatus, TracedCall, TracedCalls
     from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
@@ -115,7 +116,8 @@ _NAMES = {
     "kvgrpc.core.inspection": "InspectedChunk Keeper",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer NULL_BLOCK "
-        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed"
+        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed "
+        "WritePolicy"
     ),
     "kvgrpc.operators": "CallKind Inspection RestartStatus TracedCall TracedCalls",
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
@@ -206,6 +208,7 @@ __all__ = [
     "WorkerClient",
     "WorkerOptions",
     "WriteChunksRequest",
+    "WritePolicy",
     "default_address",
     "default_credentials",
     "kv_layout",

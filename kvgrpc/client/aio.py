@@ -36,10 +36,12 @@ from kvgrpc.core.types import (
     SpaceRef,
     TokenRange,
     Warmed,
+    WritePolicy,
 )
 from kvgrpc.status import refusal_from_status
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc
 from kvgrpc.wire import admin, cache, engine, streams
+from kvgrpc.wire.content import decode_write_policy, encode_write_policy
 
 CLIENT_ID_KEY = "kvgrpc-client-id"
 LOOKUP, STORE = "/kvgrpc.v1.KvCacheService/Lookup", "/kvgrpc.v1.KvCacheService/Store"
@@ -299,6 +301,13 @@ class AioClient:
     async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
         stub = self._stubs().admin.SetQuota
         return await self._call(stub, admin.encode_set_quota_request(cache_salt, size_bytes), admin.decode_quota)
+
+    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
+        """When what is stored for a model (empty: for any without a policy of its own) goes to lower tiers; None: no
+        policy of its own. Answers what is in force."""
+        request = admin_pb2.SetWritePolicyRequest(model=model, policy=encode_write_policy(policy))
+        answer = await self._call(self._stubs().admin.SetWritePolicy, request, lambda message: message.policy)
+        return decode_write_policy(answer) or WritePolicy.THROUGH
 
     async def get_quota(self, cache_salt: str) -> Quota:
         stub = self._stubs().admin.GetQuota

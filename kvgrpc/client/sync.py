@@ -21,6 +21,7 @@ from kvgrpc.core.types import (
     Role,
     SpaceRef,
     Warmed,
+    WritePolicy,
 )
 
 T = TypeVar("T")
@@ -164,6 +165,9 @@ class Client:
 
     def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
         return self._loop.run(self._aio.set_quota(cache_salt, size_bytes))
+
+    def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
+        return self._loop.run(self._aio.set_write_policy(model, policy))
 
     def get_quota(self, cache_salt: str) -> Quota:
         return self._loop.run(self._aio.get_quota(cache_salt))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvgrpc import api
 from kvgrpc.core import inspection
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import MS, Cleared, Direction, Held, Quota, SpaceRef, Warmed
+from kvgrpc.core.types import MS, Cleared, Direction, Held, Quota, SpaceRef, Warmed, WritePolicy
 from kvgrpc.runtime.driver import Driver
 from kvgrpc.tiers.base import Tier, TierFault
 
@@ -167,6 +167,17 @@ class DriverAdmin:
 
     async def get_quota(self, cache_salt: str) -> Quota:
         return self._driver.book.quotas.get(cache_salt)
+
+    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
+        driver = self._driver
+        policies = driver.book.writes.policies
+        if policy is None:
+            policies.pop(model, None)
+        elif model not in policies and len(policies) >= driver.limits.spaces:
+            raise Refusal(Reason.SPACE_LIMIT, "too many models have a policy on this server", resource="spaces")
+        else:
+            driver.book.set_write_policy(model, policy)
+        return policies.get(model) or policies.get("", WritePolicy.THROUGH)
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         driver = self._driver

@@ -10,6 +10,7 @@ from kvgrpc.api import AdminApi
 from kvgrpc.service.traffic import Traffic, until_closed
 from kvgrpc.v1 import admin_pb2, admin_pb2_grpc
 from kvgrpc.wire import admin as wire
+from kvgrpc.wire.content import decode_write_policy_request, encode_write_policy
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -71,6 +72,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetQuota(self, request: admin_pb2.GetQuotaRequest, context: object) -> admin_pb2.GetQuotaResponse:
         quota = await self._admin.get_quota(wire.decode_get_quota_request(request))
         return admin_pb2.GetQuotaResponse(size_bytes=quota.size_bytes or 0, used_bytes=quota.used_bytes)
+
+    async def SetWritePolicy(
+        self, request: admin_pb2.SetWritePolicyRequest, context: object
+    ) -> admin_pb2.SetWritePolicyResponse:
+        policy = await self._admin.set_write_policy(*decode_write_policy_request(request))
+        return admin_pb2.SetWritePolicyResponse(policy=encode_write_policy(policy))
 
     async def DrainEngine(
         self, request: admin_pb2.DrainEngineRequest, context: object

@@ -76,6 +76,7 @@ RULES: dict[str, Rule] = {
     f"/{ADMIN_SERVICE}/Unpin": _OPERATOR,
     f"/{ADMIN_SERVICE}/SetQuota": _OPERATOR,
     f"/{ADMIN_SERVICE}/GetQuota": _OPERATOR_READS,
+    f"/{ADMIN_SERVICE}/SetWritePolicy": _OPERATOR,
     f"/{ADMIN_SERVICE}/DrainEngine": Rule(needs_client=False, limited=False, copies=True, holds_drain=False),
 }
 

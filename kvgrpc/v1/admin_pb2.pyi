@@ -23,6 +23,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WritePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WritePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WritePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WRITE_POLICY_UNSPECIFIED: _WritePolicy.ValueType  # 0
+    """No policy of its own."""
+    WRITE_POLICY_THROUGH: _WritePolicy.ValueType  # 1
+    """When they have been stored."""
+    WRITE_POLICY_EVICTION: _WritePolicy.ValueType  # 2
+    """When they are about to be evicted."""
+    WRITE_POLICY_SECOND_USE: _WritePolicy.ValueType  # 3
+    """When a lookup has found them."""
+    WRITE_POLICY_NONE: _WritePolicy.ValueType  # 4
+    """Never; what is there is still read."""
+
+class WritePolicy(_WritePolicy, metaclass=_WritePolicyEnumTypeWrapper):
+    """When objects are copied to lower tiers."""
+
+WRITE_POLICY_UNSPECIFIED: WritePolicy.ValueType  # 0
+"""No policy of its own."""
+WRITE_POLICY_THROUGH: WritePolicy.ValueType  # 1
+"""When they have been stored."""
+WRITE_POLICY_EVICTION: WritePolicy.ValueType  # 2
+"""When they are about to be evicted."""
+WRITE_POLICY_SECOND_USE: WritePolicy.ValueType  # 3
+"""When a lookup has found them."""
+WRITE_POLICY_NONE: WritePolicy.ValueType  # 4
+"""Never; what is there is still read."""
+Global___WritePolicy: _TypeAlias = WritePolicy  # noqa: Y015
+
 @_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the status."""
@@ -1263,6 +1295,54 @@ class GetQuotaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class SetWritePolicyRequest(_message.Message):
+    """Names a model, and its policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """SpaceIdentity.model: of all its spaces. Empty: all models without a policy of their own."""
+    policy: Global___WritePolicy.ValueType
+    """UNSPECIFIED: as of all models without one of their own; of these, THROUGH."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        policy: Global___WritePolicy.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWritePolicyRequest: _TypeAlias = SetWritePolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetWritePolicyResponse(_message.Message):
+    """What is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    policy: Global___WritePolicy.ValueType
+    """For that model, never UNSPECIFIED."""
+    def __init__(
+        self,
+        *,
+        policy: Global___WritePolicy.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWritePolicyResponse: _TypeAlias = SetWritePolicyResponse  # noqa: Y015
 
 @_typing.final
 class DrainEngineRequest(_message.Message):

@@ -95,6 +95,11 @@ class AdminServiceStub(object):
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.SerializeToString,
                 response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.FromString,
                 _registered_method=True)
+        self.SetWritePolicy = channel.unary_unary(
+                '/kvgrpc.v1.AdminService/SetWritePolicy',
+                request_serializer=kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyRequest.SerializeToString,
+                response_deserializer=kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyResponse.FromString,
+                _registered_method=True)
         self.DrainEngine = channel.unary_unary(
                 '/kvgrpc.v1.AdminService/DrainEngine',
                 request_serializer=kvgrpc_dot_v1_dot_admin__pb2.DrainEngineRequest.SerializeToString,
@@ -193,6 +198,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWritePolicy(self, request, context):
+        """Says when what is stored for one model is copied to lower tiers, until the server ends or somebody says it again. For what is stored
+        from then on; what waits for its turn is still copied. Models of their own policies are limited: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainEngine(self, request, context):
         """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
         That lasts until its last client is gone: a restarted engine is served again.
@@ -263,6 +276,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetQuota,
                     request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.FromString,
                     response_serializer=kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.SerializeToString,
+            ),
+            'SetWritePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWritePolicy,
+                    request_deserializer=kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyRequest.FromString,
+                    response_serializer=kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyResponse.SerializeToString,
             ),
             'DrainEngine': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainEngine,
@@ -595,6 +613,33 @@ class AdminService(object):
             '/kvgrpc.v1.AdminService/GetQuota',
             kvgrpc_dot_v1_dot_admin__pb2.GetQuotaRequest.SerializeToString,
             kvgrpc_dot_v1_dot_admin__pb2.GetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWritePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvgrpc.v1.AdminService/SetWritePolicy',
+            kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyRequest.SerializeToString,
+            kvgrpc_dot_v1_dot_admin__pb2.SetWritePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,10 @@ class AdminServiceStub:
     """
     GetQuota: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetQuotaRequest, _admin_pb2.GetQuotaResponse]
     """What one tenant may hold, and holds."""
+    SetWritePolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWritePolicyRequest, _admin_pb2.SetWritePolicyResponse]
+    """Says when what is stored for one model is copied to lower tiers, until the server ends or somebody says it again. For what is stored
+    from then on; what waits for its turn is still copied. Models of their own policies are limited: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+    """
     DrainEngine: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]
     """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
     That lasts until its last client is gone: a restarted engine is served again.
@@ -106,6 +110,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     GetQuota: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetQuotaRequest, _admin_pb2.GetQuotaResponse]  # type: ignore[assignment]
     """What one tenant may hold, and holds."""
+    SetWritePolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWritePolicyRequest, _admin_pb2.SetWritePolicyResponse]  # type: ignore[assignment]
+    """Says when what is stored for one model is copied to lower tiers, until the server ends or somebody says it again. For what is stored
+    from then on; what waits for its turn is still copied. Models of their own policies are limited: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+    """
     DrainEngine: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainEngineRequest, _admin_pb2.DrainEngineResponse]  # type: ignore[assignment]
     """Takes an engine out: new calls of it are refused (UNAVAILABLE, ENGINE_DRAINING), running copies end, its jobs end.
     That lasts until its last client is gone: a restarted engine is served again.
@@ -215,6 +223,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetQuotaResponse, _abc.Awaitable[_admin_pb2.GetQuotaResponse]]:
         """What one tenant may hold, and holds."""
+
+    @_abc_1.abstractmethod
+    def SetWritePolicy(
+        self,
+        request: _admin_pb2.SetWritePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetWritePolicyResponse, _abc.Awaitable[_admin_pb2.SetWritePolicyResponse]]:
+        """Says when what is stored for one model is copied to lower tiers, until the server ends or somebody says it again. For what is stored
+        from then on; what waits for its turn is still copied. Models of their own policies are limited: RESOURCE_EXHAUSTED, SPACE_LIMIT.
+        """
 
     @_abc_1.abstractmethod
     def DrainEngine(

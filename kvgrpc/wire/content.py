@@ -1,11 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of common.proto."""
+"""Messages of common.proto, and policies."""
 
 from __future__ import annotations
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import DEFAULT_POLICY, MS, Policy, Priority, Reader, SpaceIdentity, SpaceRef, TokenRange
+from kvgrpc.core.types import (
+    DEFAULT_POLICY,
+    MS,
+    Policy,
+    Priority,
+    Reader,
+    SpaceIdentity,
+    SpaceRef,
+    TokenRange,
+    WritePolicy,
+)
+from kvgrpc.v1 import admin_pb2
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.wire.fields import DAY_MS, check_bytes, check_number, check_text, invalid
 from kvgrpc.wire.packed import decode_token_ids, encode_token_ids
@@ -23,6 +34,12 @@ _PRIORITY_NUMBERS = {
     Priority.LOW: pb.PRIORITY_LOW,
     Priority.NORMAL: pb.PRIORITY_NORMAL,
     Priority.HIGH: pb.PRIORITY_HIGH,
+}
+_WRITE_POLICY_NUMBERS = {
+    WritePolicy.THROUGH: admin_pb2.WRITE_POLICY_THROUGH,
+    WritePolicy.EVICTION: admin_pb2.WRITE_POLICY_EVICTION,
+    WritePolicy.SECOND_USE: admin_pb2.WRITE_POLICY_SECOND_USE,
+    WritePolicy.NONE: admin_pb2.WRITE_POLICY_NONE,
 }
 
 
@@ -111,6 +128,25 @@ def encode_policy(policy: Policy) -> pb.RequestPolicy | None:
         retention_ms=policy.retention_ns // MS,
         priority=_PRIORITY_NUMBERS[policy.priority],
     )
+
+
+def encode_write_policy(policy: WritePolicy | None) -> admin_pb2.WritePolicy.ValueType:
+    return admin_pb2.WRITE_POLICY_UNSPECIFIED if policy is None else _WRITE_POLICY_NUMBERS[policy]
+
+
+def decode_write_policy(number: int) -> WritePolicy | None:
+    """None: no policy of its own."""
+    if number == admin_pb2.WRITE_POLICY_UNSPECIFIED:
+        return None
+    for policy, known in _WRITE_POLICY_NUMBERS.items():
+        if number == known:
+            return policy
+    raise invalid("policy", f"{number} is not known to this server")
+
+
+def decode_write_policy_request(message: admin_pb2.SetWritePolicyRequest) -> tuple[str, WritePolicy | None]:
+    """(model, policy)."""
+    return check_text(message.model, "model", most=512), decode_write_policy(message.policy)
 
 
 def decode_policy(message: pb.RequestPolicy) -> Policy:

@@ -98,7 +98,7 @@ class FakeCache:
         return api.Cleared(0, 0)
 
     list_engines = list_spaces = bump_generation = pin = unpin = drain_engine = get_status
-    set_quota = get_quota = get_status
+    set_quota = get_quota = set_write_policy = get_status
 
 
 class FakeSession:

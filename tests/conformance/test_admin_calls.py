@@ -11,7 +11,7 @@ from typing import Any
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason
-from kvgrpc.core.types import Held, Quota, Role, SpaceRef, TokenRange, Warmed
+from kvgrpc.core.types import Held, Quota, Role, SpaceRef, TokenRange, Warmed, WritePolicy
 from tests.conformance.engine import Engine, refused, tokens
 from tests.conformance.places import CHUNK, L1_BYTES, Place
 
@@ -234,3 +234,14 @@ async def test_an_engine_is_drained(place: Place, engine: Engine) -> None:
     async with Engine(place, model=engine.identity.model) as other:
         assert await other.hit(tokens(2)) == 2 * CHUNK
     assert await refused(place.admin.drain_engine(secrets.token_hex(8))) is Reason.ENGINE_UNKNOWN
+
+
+async def test_write_policies(place: Place) -> None:
+    """Of a model, of all others, and taken away; what is in force is answered."""
+    admin, model = place.admin, f"model-{secrets.token_hex(4)}"
+    assert await admin.set_write_policy(model, WritePolicy.NONE) is WritePolicy.NONE
+    assert await admin.set_write_policy("", WritePolicy.SECOND_USE) is WritePolicy.SECOND_USE
+    assert await admin.set_write_policy(f"{model}-other", None) is WritePolicy.SECOND_USE
+    assert await admin.set_write_policy(model, WritePolicy.EVICTION) is WritePolicy.EVICTION
+    assert await admin.set_write_policy(model, None) is WritePolicy.SECOND_USE
+    assert await admin.set_write_policy("", None) is WritePolicy.THROUGH

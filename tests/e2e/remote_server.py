@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 from kvgrpc import api
 from kvgrpc.client import Client
 from tests.e2e.disk_server import CHUNKS, TOKENS, DiskServer, engine
@@ -125,6 +127,19 @@ def under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:
         assert hits >= 40 * CHUNKS // 2, "most of it is below"
         assert server.tier().counters["reads"] > 0
         wait_until(lambda: server.status().arena.settling_bytes == 0, 10)
+
+
+def memory_stays_bounded(server: RemoteServer) -> None:
+    """Field report 37: twenty times L1 goes through the tier, and memory beside L1 stays under 400 MiB."""
+    server.start(l1_size="4MiB")
+    with engine(server.address) as one:
+        for prompt in range(80):
+            assert one.store(prompt) == ["STORED"] * CHUNKS
+            if prompt % 8 == 7:
+                server.wait_quiet()
+        assert sum(one.load(prompt) for prompt in range(0, 80, 8)) > 0
+        assert server.process is not None
+        assert psutil.Process(server.process.pid).memory_info().rss <= (4 + 400) << 20
 
 
 def aborted_lookups_give_everything_back(server: RemoteServer, store: Store) -> None:

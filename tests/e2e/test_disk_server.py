@@ -16,7 +16,7 @@ import pytest
 from kvgrpc import api
 from kvgrpc.client import Client
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import SpaceRef, Warmed
+from kvgrpc.core.types import SpaceRef, Warmed, WritePolicy
 from kvgrpc.tiers.disk_files import file_bytes
 from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, TOKENS, DiskServer, engine
 from tests.e2e.harness import tokens_of
@@ -330,3 +330,22 @@ def test_two_servers_on_one_directory(tmp_path: Path) -> None:
             one.wait_back()
             two.wait_back()
             assert (one.load(1), two.load(1), one.load(2)) == (0, 0, 0), "whichever folder it took"
+
+
+def test_a_policy_is_changed_while_the_server_runs(server: DiskServer) -> None:
+    server.start()
+    with engine(server.address) as one, Client(server.address, "operator") as operator:
+        operator.set_write_policy("model", WritePolicy.NONE)
+        one.store(1)
+        assert one.load(1) == CHUNKS
+        operator.set_write_policy("model", WritePolicy.SECOND_USE)
+        one.store(2)
+        assert one.load(1) == CHUNKS
+        server.wait_written(CHUNKS)
+        operator.set_write_policy("model", None)
+        one.store(3)
+        server.wait_written(2 * CHUNKS)
+        server.kill()
+        server.start()
+        one.wait_back()
+        assert [one.load(prompt) for prompt in (1, 2, 3)] == [CHUNKS, 0, CHUNKS]

@@ -28,7 +28,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 
 def flags(tmp_path: Path, store: Mooncake) -> tuple[str, ...]:
     versions = (tmp_path / "of-all-servers").as_uri()
-    return ("--mooncake-master", store.master, "--versions-url", versions, "--tier-deadline-ms", "3000")
+    return ("--mooncake-master", store.master, "--versions-url", versions, "--tier-deadline-ms", "8000")
 
 
 @pytest.fixture
@@ -56,6 +56,10 @@ def test_it_may_be_absent_at_the_start(server: RemoteServer, store: Mooncake) ->
 
 def test_sigterm_writes_what_waits(server: RemoteServer) -> None:
     remote_server.sigterm_writes_what_waits(server)
+
+
+def test_memory_stays_bounded(server: RemoteServer) -> None:
+    remote_server.memory_stays_bounded(server)
 
 
 def test_under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:

@@ -64,6 +64,10 @@ def test_sigterm_writes_what_waits(local: RemoteServer) -> None:
     remote_server.sigterm_writes_what_waits(local)
 
 
+def test_memory_stays_bounded(local: RemoteServer) -> None:
+    remote_server.memory_stays_bounded(local)
+
+
 def test_under_constant_eviction_every_hit_is_right(local: RemoteServer) -> None:
     remote_server.under_constant_eviction_every_hit_is_right(local)
 

@@ -63,6 +63,10 @@ def test_sigterm_writes_what_waits(server: RemoteServer) -> None:
     remote_server.sigterm_writes_what_waits(server)
 
 
+def test_memory_stays_bounded(server: RemoteServer) -> None:
+    remote_server.memory_stays_bounded(server)
+
+
 def test_under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:
     remote_server.under_constant_eviction_every_hit_is_right(server)
 

@@ -83,6 +83,7 @@ async def test_every_call_ends_at_its_deadline() -> None:
                 "pin": client.pin(space, tokens, 1000),
                 "unpin": client.unpin(bytes(16)),
                 "set_quota": client.set_quota("s", None),
+                "set_write_policy": client.set_write_policy("m", None),
                 "get_quota": client.get_quota("s"),
                 "drain_engine": client.drain_engine(engine_id),
             }

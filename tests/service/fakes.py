@@ -20,6 +20,7 @@ from kvgrpc.core.types import (
     Role,
     SpaceRef,
     Warmed,
+    WritePolicy,
 )
 
 EPOCH = bytes(range(16))
@@ -105,6 +106,10 @@ class FakeCache:
     async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
         await self.act("", "set_quota", (cache_salt, size_bytes))
         return Quota(size_bytes, 3)
+
+    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
+        await self.act("", "set_write_policy", (model, policy))
+        return policy or WritePolicy.EVICTION
 
     async def get_quota(self, cache_salt: str) -> Quota:
         await self.act("", "get_quota", cache_salt)

@@ -68,6 +68,10 @@ async def test_admin_methods_need_no_client(stubs: Stubs) -> None:
     assert (await stubs.admin.SetQuota(admin_pb2.SetQuotaRequest(size_bytes=5))).size_bytes == 5
     quota = await stubs.admin.GetQuota(admin_pb2.GetQuotaRequest(cache_salt="s"))
     assert (quota.size_bytes, quota.used_bytes) == (0, 3)
+    asked = admin_pb2.SetWritePolicyRequest(model="m", policy=admin_pb2.WRITE_POLICY_NONE)
+    assert (await stubs.admin.SetWritePolicy(asked)).policy == admin_pb2.WRITE_POLICY_NONE
+    unset = await stubs.admin.SetWritePolicy(admin_pb2.SetWritePolicyRequest())
+    assert unset.policy == admin_pb2.WRITE_POLICY_EVICTION
     assert (await stubs.admin.DrainEngine(admin_pb2.DrainEngineRequest(engine=ENGINE))).drained
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgrpc import api
+from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import (
     ChunkOutcome,
     ChunkResult,
@@ -28,9 +29,11 @@ from kvgrpc.core.types import (
     SpaceRef,
     TokenRange,
     Warmed,
+    WritePolicy,
 )
 from kvgrpc.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2
 from kvgrpc.wire import admin, cache, engine
+from kvgrpc.wire.content import decode_write_policy, encode_write_policy
 from kvgrpc.wire.packed import decode_token_ids, encode_token_ids
 
 ENGINE = "engine-0123456789abcdef"
@@ -229,3 +232,11 @@ def test_admin_acts() -> None:
         assert admin.decode_quota(over_the_wire(message)) == known
     assert admin.decode_get_quota_request(admin_pb2.GetQuotaRequest(cache_salt="s")) == "s"
     assert admin.decode_drain_request(admin_pb2.DrainEngineRequest(engine="f" * 16, wait_ms=5)) == ("f" * 16, 5)
+
+
+def test_write_policies() -> None:
+    for policy in (None, *WritePolicy):
+        request = over_the_wire(admin_pb2.SetWritePolicyRequest(model="m", policy=encode_write_policy(policy)))
+        assert decode_write_policy(request.policy) is policy
+    with pytest.raises(Refusal):
+        decode_write_policy(99)
