@@ -225,7 +225,8 @@ def test_a_server_that_is_killed_in_the_middle_of_copies(bench: Bench, served: S
     assert killed
     assert [each.tokens for each in said] == cold
     served.start()
-    wait_until(lambda: bench.scheduler()._servers.attached and bench.status().clients == 2, 30)
+    wait_until(lambda: bench.status().clients == 2, 30)
+    wait_until(lambda: bench.scheduler()._servers.attached and worker._client.attached, 30)
     bench.forget()
     bench.say(*batch)
     bench.forget()
