@@ -70,7 +70,9 @@ def requests(one: Engine, job_id: bytes, chance: Random) -> dict[str, Message]:
         f"/{ADMIN_SERVICE}/Unpin": admin_pb2.UnpinRequest(pin_id=b"0" * 16),
         f"/{ADMIN_SERVICE}/SetQuota": admin.encode_set_quota_request("none", 1 << 30),
         f"/{ADMIN_SERVICE}/GetQuota": admin_pb2.GetQuotaRequest(cache_salt="none"),
-        f"/{ADMIN_SERVICE}/SetWritePolicy": admin_pb2.SetWritePolicyRequest(model="none", policy="WRITE_POLICY_NONE"),
+        f"/{ADMIN_SERVICE}/SetWritePolicy": admin_pb2.SetWritePolicyRequest(
+            model="none", policy=admin_pb2.WRITE_POLICY_NONE
+        ),
         f"/{ADMIN_SERVICE}/DrainEngine": admin_pb2.DrainEngineRequest(engine="none", wait_ms=1),
     }
 
