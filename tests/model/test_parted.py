@@ -118,7 +118,9 @@ class Parted(RuleBasedStateMachine):
             for at in self.looked_at(group, hit)
             if at >= start
         }
-        if set(self.p.needs) == {t.ALL} and not wanted <= left:
+        read = {one for one in left if one[0] == rank and one[1] % CHUNKS >= start}
+        if set(self.p.needs) == {t.ALL} and not wanted <= left:  # some were read before: each chunk for itself
+            left -= read
             return
         if not wanted <= left and "LOADED" not in found:
             assert "MISSING" in found
@@ -133,7 +135,7 @@ class Parted(RuleBasedStateMachine):
             must = set(range(max(first, start * blocks), hit * blocks))
             may = {block for block in named if block // blocks in self.looked_at(group, hit)}
             assert must & named <= mine <= may, "exactly the blocks that are looked at, and what shares their chunk"
-        left -= {one for one in left if one[0] == rank and one[1] % CHUNKS >= start}
+        left -= read
 
     @rule(prompt=st.sampled_from(PROMPTS), group=st.integers(0, 3), at=st.integers(0, CHUNKS - 1))
     def evict(self, prompt: str, group: int, at: int) -> None:
