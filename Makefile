@@ -153,7 +153,7 @@ csrc-test: build/asan/csrc_tests build/tsan/csrc_tests ## the C++ tests under Ad
 	build/asan/csrc_tests
 	build/tsan/csrc_tests
 
-wheel-test: $(STAMP) ## build a wheel, install it elsewhere, run its tests from another folder
+wheel-test: $(STAMP) $(REDIS) $(VERBS) ## build a wheel, install it elsewhere, run its tests from another folder
 	rm -rf build/wheel && $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && sh tests/wheel/run.sh build/wheel/kvgrpc-*.whl $(abspath $(PY)) "$$out"
 

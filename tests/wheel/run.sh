@@ -9,6 +9,8 @@ site=$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 # A path from a .pth file comes after this environment's own packages, and .pth files found there are not followed.
 "$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))' > "$site/dependencies.pth"
 cp -r "$tests" "$tests/../csrc" "$folder" # csrc: the extension says what it was built from
+mkdir "$folder/build"
+cp -r "$tests/../build/redis" "$tests/../build/verbs" "$folder/build" # what the tests of tiers start and load
 rm -rf "$folder/tests/demo" # needs torch
 cd "$folder"
 "$folder/venv/bin/python" -m tests.wheel.check "$site"
