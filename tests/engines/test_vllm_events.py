@@ -105,6 +105,7 @@ def test_a_hit_tells_what_others_stored():
     told = announcer.take()
     assert all(isinstance(each, Stored) for each in told)
     assert [block for each in told for block in each.hashes] == request.block_hashes[: 2 * CHUNK // BLOCK]
+    assert len(told) == 1, "what lies side by side is told at once"
 
 
 @dataclass
@@ -173,7 +174,7 @@ def test_the_oldest_are_given_up_when_there_are_too_many():
     second.all_token_ids = list(range(1000, 1048))
     announcer.stored(first, 0, 48, BLOCK)
     announcer.stored(second, 0, 48, BLOCK)
-    assert announcer.take()[2:] == [Removed((first.block_hashes[0],)), Removed((first.block_hashes[1],))]
+    assert announcer.take()[2] == Removed(tuple(first.block_hashes[:2]))
 
 
 def test_hashes_of_parts_of_a_block():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Protocol
 
 from kvgrpc.api import WatchEvent, WatchKind
@@ -62,17 +62,24 @@ class Announcer:
             self._drop(key)
             self._told[key] = hashes[at * each : (at + 1) * each]
             self._blocks += each
-        oldest = iter(tuple(self._told) if self._blocks > self._most else ())
-        while self._blocks > self._most:
-            self.gone([next(oldest)])
+        left, oldest = self._blocks, list[bytes]()
+        for key, blocks in self._told.items():
+            if left <= self._most:
+                break
+            oldest.append(key)
+            left -= len(blocks)
+        self.gone(oldest)
 
     def looked_up(self, request: Request, hit_tokens: int, asked_tokens: int, chunk: int) -> None:
         """All servers have answered, and have so much of what was asked for: what was not known of that is told."""
         if not chunk:
             return
-        for at, key in enumerate(self._keys(request, chunk, 0, hit_tokens)):
-            if key not in self._told:
-                self.stored(request, at * chunk, (at + 1) * chunk, chunk)
+        at, found = 0, [key in self._told for key in self._keys(request, chunk, 0, hit_tokens)]
+        for known, run in groupby(found):
+            end = at + len(list(run))
+            if not known:
+                self.stored(request, at * chunk, end * chunk, chunk)
+            at = end
         hashed = len(request.block_hashes) * self._hash_block_size
         self.gone(self._keys(request, chunk, hit_tokens, min(hashed, asked_tokens)))
 
