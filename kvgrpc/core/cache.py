@@ -377,9 +377,9 @@ class Bookkeeper:
         """Most that a tenant may hold; None = no quota."""
         self.quotas.set(cache_salt, size_bytes)
 
-    def set_write_policy(self, model: str, policy: t.WritePolicy) -> None:
-        """When objects of this model, or of any other (""), are copied to lower tiers."""
-        self.writes.policies[model] = policy
+    def set_write_policy(self, model: str, policy: t.WritePolicy | None) -> t.WritePolicy:
+        """When objects of a model ("": of any other) go to lower tiers; what is in force. Refuses: SPACE_LIMIT."""
+        return self.writes.set_policy(model, policy, self.limits.spaces)
 
     # ---- snapshots --------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class Calls:
         self.in_flight = 0
         self.slices: dict[int, Call] = {}
         self.streams: list[Plan] = []
-        """Stores whose bytes come by themselves (``kvgrpc.runtime.filling``): no calls, and without records."""
+        """Stores whose bytes come by themselves (``kvgrpc.core.fillings``): no calls, and without records."""
 
     # ---- records ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.keys import describe, object_name
 from kvgrpc.core.ledger import Ledger
@@ -60,11 +61,23 @@ class WriteBehind:
         self.policies: dict[str, WritePolicy] = {}
         """By model; "" is any other."""
 
+    def set_policy(self, model: str, policy: WritePolicy | None, most: int) -> WritePolicy:
+        """What is in force then. Refuses: SPACE_LIMIT."""
+        if policy is None:
+            self.policies.pop(model, None)
+        elif model not in self.policies and len(self.policies) >= most:
+            raise Refusal(Reason.SPACE_LIMIT, "too many models have a policy on this server", resource="spaces")
+        else:
+            self.policies[model] = policy
+        return self._policy_of(model)
+
+    def _policy_of(self, model: str) -> WritePolicy:
+        return self.policies.get(model) or self.policies.get("", WritePolicy.THROUGH)
+
     def _policy(self, space: Space) -> WritePolicy:
-        policies = self.policies
         if space.facts.needs != (ALL,):
             return WritePolicy.NONE  # nothing would find its parts there
-        return policies.get(space.facts.identity.model) or policies.get("", WritePolicy.THROUGH)
+        return self._policy_of(space.facts.identity.model)
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 

@@ -169,15 +169,7 @@ class DriverAdmin:
         return self._driver.book.quotas.get(cache_salt)
 
     async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
-        driver = self._driver
-        policies = driver.book.writes.policies
-        if policy is None:
-            policies.pop(model, None)
-        elif model not in policies and len(policies) >= driver.limits.spaces:
-            raise Refusal(Reason.SPACE_LIMIT, "too many models have a policy on this server", resource="spaces")
-        else:
-            driver.book.set_write_policy(model, policy)
-        return policies.get(model) or policies.get("", WritePolicy.THROUGH)
+        return self._driver.book.set_write_policy(model, policy)
 
     async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
         driver = self._driver

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.fillings import begin
 from kvgrpc.core.types import (
     ALL,
     MS,
@@ -28,7 +29,6 @@ from kvgrpc.core.types import (
     TokenRange,
 )
 from kvgrpc.runtime.driver import Driver
-from kvgrpc.runtime.filling import begin
 from kvgrpc.runtime.trace import Asked
 from kvgrpc.runtime.writing import fill
 from kvgrpc.transfer.layout import check_layout, stored_form

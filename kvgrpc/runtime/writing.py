@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.fillings import Filling
 from kvgrpc.core.types import ChunkResult, Extent
-from kvgrpc.runtime.filling import Filling
 from kvgrpc.runtime.reading import PART_BYTES, checksum_of, cut
 from kvgrpc.streams import ChunkPart
 

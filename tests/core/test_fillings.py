@@ -10,8 +10,8 @@ import pytest
 
 from kvgrpc.core import types as t
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.fillings import Filling, begin
 from kvgrpc.core.slots import Slot
-from kvgrpc.runtime.filling import Filling, begin
 from tests.core.desk import OBJECT, Desk, EngineDesk, refused, show
 
 SEEDS, TURNS, CHUNKS = 60, 120, 6
