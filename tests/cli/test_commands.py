@@ -15,10 +15,12 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus
+from kvgrpc.cli.reached import problem
 from kvgrpc.cli.root import main
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client import Client
 from kvgrpc.config.settings import Settings
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Role, SpaceIdentity
 from kvgrpc.operators import RestartStatus
 from tests.served import serving
@@ -100,6 +102,13 @@ def test_status_without_a_server_says_what_to_do(tmp_path: Path):
     assert f"no server answers at unix:{tmp_path}/none" in done.stderr
     assert "kvgrpc serve" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_was_refused_was_answered():
+    silent, strange = Refusal(Reason.SERVER_UNREACHABLE, "no"), Refusal(Reason.UNAUTHENTICATED, "who?")
+    assert "--ca-file" in problem("host:1", silent) and "--ca-file" not in problem("unix:/s", silent)
+    assert "refuses: who?" in problem("host:1", strange) and "--token-file" in problem("host:1", strange)
+    assert "did not answer: late" in problem("host:1", Refusal(Reason.DEADLINE, "late"))
 
 
 def test_a_wrong_address_is_explained():
