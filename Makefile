@@ -198,10 +198,11 @@ $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# One after the other: a process has one engine.
-VLLM_TESTS ?= tests/vllm tests/vllm/hybrid/test_windows.py tests/vllm/hybrid/test_states.py
+# Two files at once, each in a process, since a process has one engine; those of hybrid/ share none with others.
+VLLM_PYTEST := $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
-	for each in $(VLLM_TESTS); do $(VLLM)/bin/python -m pytest -q $$each || exit 1; done
+	$(VLLM_PYTEST) tests/vllm
+	$(VLLM_PYTEST) tests/vllm/hybrid/test_windows.py tests/vllm/hybrid/test_states.py
 
 # The peer's connector, seen by the engines of its side only: in one environment its versions would exclude vLLM's.
 build/vllm-peer:

@@ -192,14 +192,15 @@ async def test_everything_at_once_while_engines_are_killed() -> None:
 
             async def over() -> bool:
                 statuses.append(await admin.get_status())
-                return not statuses[-1].engines and not shared_memory_of(served)
+                idle = all((lane.clients, lane.queued) == ((), 0) for lane in statuses[-1].executors)
+                return idle and not statuses[-1].engines and not shared_memory_of(served)
 
             await until_async(over)
             status = statuses[-1]
             assert (status.clients, status.jobs, status.pins, status.calls_in_flight) == (0, 0, 0, 0)
             assert status.arena.free_bytes + status.arena.ready_bytes == status.arena.total_bytes
             assert status.counters["ended_sessions"] >= killed
-            assert [(lane.clients, lane.queued) for lane in status.executors] == [((), 0)] * 8
+            assert len(status.executors) == 8
             assert threads(served) <= threads_before
             assert '"level": "error"' not in served.log
 

@@ -33,7 +33,7 @@ def chunk_keys(request: Request, chunk: int, hash_block_size: int, first: int, e
     part of a key, so that keys that were made for one server can never name other tokens at its successor."""
     hashes, step = request.block_hashes, chunk // hash_block_size
     size = chunk.to_bytes(4, "little")
-    return tuple(bytes(hashes[at * step - 1]) + size for at in range(first + 1, end + 1))
+    return tuple([each + size for each in hashes[(first + 1) * step - 1 : end * step : step]])  # a lookup's main cost
 
 
 class Blocks(Protocol):

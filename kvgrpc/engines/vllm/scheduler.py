@@ -154,24 +154,29 @@ class Scheduler:
         return not never and not tracked.wish.policy.no_lookup and tracked.wish.load_most >= self._terms.block_size
 
     def _try(self, tracked: Tracked) -> Found | None:
-        chunk = self._servers.chunk_tokens
-        return self._servers.try_lookup(self._asked(tracked, chunk)) if self._fits(chunk) else Found()
+        asked = self._asked(tracked)
+        return self._servers.try_lookup(asked) if asked is not None else Found()
 
     def _wait(self, tracked: Tracked) -> Found:
-        chunk = self._servers.chunk_tokens
-        wait_s = self._terms.lookup_block_s
-        return self._servers.lookup(self._asked(tracked, chunk), wait_s) if self._fits(chunk) else Found()
+        asked = self._asked(tracked)
+        return self._servers.lookup(asked, self._terms.lookup_block_s) if asked is not None else Found()
 
-    def _asked(self, tracked: Tracked, chunk: int) -> Asked:
-        request = tracked.request
-        return Asked(
-            request.request_id,
-            lambda: self._prefix(tracked, chunk),
-            tracked.attempt,
-            tracked.lora,
-            self._salt(request),
-            tracked.wish.policy,
-        )
+    def _asked(self, tracked: Tracked) -> Asked | None:
+        """The round's question, made once; None: there is nobody who could be asked."""
+        chunk, asked = self._servers.chunk_tokens, tracked.asked
+        if asked is None or (asked.attempt, asked.chunk_tokens) != (tracked.attempt, chunk):
+            if not self._fits(chunk):
+                return None
+            asked = tracked.asked = Asked(
+                tracked.request.request_id,
+                lambda: self._prefix(tracked, chunk),
+                chunk,
+                tracked.attempt,
+                tracked.lora,
+                self._salt(tracked.request),
+                tracked.wish.policy,
+            )
+        return asked
 
     # ---- content ----------------------------------------------------------------------------------------------------
 
@@ -316,7 +321,9 @@ class Scheduler:
 
     def finished(self, request_id: str) -> None:
         """Finished or aborted, in whatever state."""
-        if self._requests.pop(request_id, None) is not None:
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            tracked.asked = None  # which refers to it
             self._servers.discard(request_id)
         if request_id in self._loads:
             self._loads[request_id] = Load(request_id, (), 0, 0, ())

@@ -72,10 +72,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question, the same for all servers."""
+    """One question, the same for all servers. ``chunk_tokens``: what its content was cut by."""
 
     request_id: str
     content: Callable[[], Content]
+    chunk_tokens: int
     attempt: int = 0
     lora: str = ""
     cache_salt: str = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvgrpc.engines.vllm.metadata import Load
 from kvgrpc.engines.vllm.options import Wish
 from kvgrpc.engines.vllm.ports import Request
-from kvgrpc.engines.vllm.servers import Found
+from kvgrpc.engines.vllm.servers import Asked, Found
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,7 @@ class Tracked:
     attempt: int = 0
     spent: bool = False
     """The round has ended: the next question begins another one."""
+    asked: Asked | None = None
     result: Found | None = None
     offer: tuple[int, int] = (0, 0)
     """(first token, tokens) of the last answer."""
