@@ -25,7 +25,7 @@ NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu)
 BUILD_TOOLS := cmake nanobind ninja scikit-build-core
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with the exact versions of constraints.txt
 

@@ -63,6 +63,8 @@ class Choices:
     socket_mode: int
     l1_bytes: int
     available_bytes: int
+    arena_path: Path | None
+    tiers: tuple[str, ...]
     chunk_tokens: int
     gpu_workers: int
     cards: int
@@ -336,6 +338,8 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
                 socket_mode=settings.socket_mode,
                 l1_bytes=arena.size_bytes,
                 available_bytes=available_bytes,
+                arena_path=path,
+                tiers=tuple(tiers),
                 chunk_tokens=limits.chunk_tokens,
                 gpu_workers=settings.gpu_workers(found),
                 cards=found,

@@ -31,9 +31,12 @@ def bench(what: str | None, json_path: Path | None, only: tuple[str, ...], quick
     Starts servers and clients of its own on private sockets and ends them. Needs 6 GiB of free memory. Each value is a
     median over repetitions; ratios are taken between things that alternate in one run.
     """
+    known = CARD_NAMES if what == "gpu" else NAMES
+    if strange := [name for name in only if name not in known]:
+        place = "kvgrpc bench" if what == "gpu" else "kvgrpc bench gpu"
+        raise click.UsageError(f"--only {strange[0]} is of {place}; here there are {', '.join(known)}")
     unwind_at_sigterm()
     figures: list[Figure] = []
-    known = CARD_NAMES if what == "gpu" else NAMES
     names = [name for name in known if name in only] or list(known)
     columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
     # drawn between measurements only: a thread that redraws would be measured too

@@ -20,7 +20,7 @@ from rich.text import Text
 from kvgrpc import api
 from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.reached import target_of, told
-from kvgrpc.cli.screen import plain_value
+from kvgrpc.cli.screen import WIDTH_LEAST, plain_value
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.config.values import format_size
@@ -87,9 +87,9 @@ def inspect(
     if json_form:
         click.echo(json.dumps([_record(one) for one in found], default=plain_value, indent=2))
         return
-    console = Console()
+    console = Console(width=max(Console().width, WIDTH_LEAST))
     for one in found:
-        console.print(_screen(one), width=max(console.width, 100), highlight=False)
+        console.print(_screen(one), highlight=False)
     if number > len(found):
         click.echo(
             f"{number - len(found)} other spaces were not asked: of another model, adapter or salt (--model, --lora, "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import click
 
+from kvgrpc.client.address import parse_address
 from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
@@ -22,9 +23,13 @@ def target_of(address: str | None) -> str:
 
 
 def problem(target: str, refusal: Refusal) -> str:
-    if refusal.reason is not Reason.SERVER_UNREACHABLE:
+    if refusal.reason is Reason.SERVER_UNREACHABLE:
+        tls = "" if parse_address(target).is_unix else " If it has TLS, name its CA with --ca-file."
+        return f"no server answers at {target}; is one running (kvgrpc serve), and there?{tls}\n  {refusal.message}"
+    if refusal.reason is Reason.DEADLINE:
         return f"the server at {target} did not answer: {refusal.message}"
-    return f"no server answers at {target}; is one running (kvgrpc serve), and there?\n  {refusal.message}"
+    token = "\n  --token-file names a file with a token." if refusal.reason is Reason.UNAUTHENTICATED else ""
+    return f"the server at {target} refuses: {refusal.message}{token}"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -31,6 +32,15 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         place = _COMMANDS.get(cmd_name)
         return None if place is None else getattr(import_module(place), cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's own, which sees no commands here that it could suggest."""
+        name = args[0]
+        if not name.startswith("-") and name not in _COMMANDS and (near := get_close_matches(name, _COMMANDS, 1)):
+            raise click.UsageError(f"No such command '{name}'. Did you mean '{near[0]}'?", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -17,6 +17,10 @@ from rich.text import Text
 
 from kvgrpc.api import ArenaStatus, EngineStatus, ServerStatus, SpaceStatus
 from kvgrpc.config.values import format_size
+from kvgrpc.operators import RestartStatus
+
+WIDTH_LEAST = 170
+"""In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ def as_json(snapshot: Snapshot) -> str:
 
 def as_screen(snapshot: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [_head(snapshot.server), Text(), _memory(snapshot.server.arena)]
+    if snapshot.server.restart.refused or snapshot.server.restart.checking:
+        parts += [_restart(snapshot.server.restart)]
     if snapshot.server.tiers:
         parts += [Text(), _tiers(snapshot.server)]
     parts += [Text(), _engines(snapshot), Text(), _spaces(snapshot), Text(), _counters(snapshot.server.counters)]
@@ -88,6 +94,14 @@ def _memory(arena: ArenaStatus) -> RenderableType:
         if size_bytes:
             table.add_row(f"  {name}", format_size(size_bytes), _bar(size_bytes, arena.total_bytes))
     return table
+
+
+def _restart(restart: RestartStatus) -> Text:
+    """Of a named arena; when all is checked, the counters say it."""
+    if restart.refused:
+        return Text(f"  it began empty: {restart.refused}", style="yellow")
+    done = restart.restored_objects + restart.dropped_objects
+    return Text(f"  {done:,} of {restart.found_objects:,} objects of an earlier server are checked", style="yellow")
 
 
 def _bar(part: int, whole: int) -> ProgressBar:

@@ -47,9 +47,11 @@ def serve(**flags: Any) -> None:
 
 def announce(choices: Choices) -> None:
     """Says what the server runs with: a table for a person, one log line for a machine."""
+    place = "" if choices.arena_path is None else f", in {choices.arena_path}"
     rows = {
         "listens": ", ".join(choices.addresses) + f" (socket mode {choices.socket_mode:04o})",
-        "L1": f"{format_size(choices.l1_bytes)} of {format_size(choices.available_bytes)} available",
+        "L1": f"{format_size(choices.l1_bytes)} of {format_size(choices.available_bytes)} available{place}",
+        "below L1": ", ".join(choices.tiers) or "nothing",
         "chunk": f"{choices.chunk_tokens} tokens",
         "threads": f"{choices.gpu_workers} for copies, {choices.cpu_workers} for hashing and tiers",
         "cards": str(choices.cards) if choices.cards else "none: engines in host memory only",

@@ -10,13 +10,10 @@ from rich.console import Console
 
 from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.reached import target_of, told
-from kvgrpc.cli.screen import Snapshot, as_json, as_screen
+from kvgrpc.cli.screen import WIDTH_LEAST, Snapshot, as_json, as_screen
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
-
-WIDTH_LEAST = 170
-"""In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
 
 
 @click.command()
@@ -30,8 +27,7 @@ def status(address: str | None, json_form: bool, **credentials: str | None) -> N
     if json_form:
         click.echo(as_json(snapshot))
     else:
-        console = Console()
-        console.print(as_screen(snapshot), width=max(console.width, WIDTH_LEAST))
+        Console(width=max(Console().width, WIDTH_LEAST)).print(as_screen(snapshot))
 
 
 async def take_snapshot(address: str, credentials: Credentials) -> Snapshot:

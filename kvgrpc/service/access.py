@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvgrpc.config.values import parse_size
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, ENGINE_SERVICE, RULES
@@ -62,8 +63,14 @@ class Access:
         return {salt: size_bytes for tenant in tenants for salt, size_bytes in tenant.quotas.items()}
 
 
+def _checked_hash(text: str) -> str:
+    if not re.fullmatch(f"{HASH_PREFIX}[0-9a-f]{{64}}", text):
+        raise ValueError(f"not what kvgrpc token prints for this file: {HASH_PREFIX} and 64 digits")
+    return text
+
+
 _Quota = Annotated[int, BeforeValidator(parse_size), Field(gt=0)] | None
-_Hash = Annotated[str, Field(pattern=rf"^{HASH_PREFIX}[0-9a-f]{{64}}$")]
+_Hash = Annotated[str, AfterValidator(_checked_hash)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 _Text = Annotated[str, Field(min_length=1)]
 
@@ -107,8 +114,9 @@ def read_access(path: Path) -> Access:
 def _problem(error: ValueError) -> str:
     if isinstance(error, ValidationError):
         first: Any = error.errors(include_input=False, include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return "it is no JSON"
+        return f"{'.'.join(map(str, first['loc']))}: {str(first['msg']).removeprefix('Value error, ')}"
+    place = f" from line {error.lineno}, column {error.colno} on" if isinstance(error, json.JSONDecodeError) else ""
+    return f"it is no JSON{place}"
 
 
 def _access(form: _FileForm) -> Access:

@@ -156,11 +156,21 @@ def _is_marked(fd: int, size: int) -> bool:
     return size >= MARK_ROOM and os.pread(fd, len(start), size - MARK_ROOM) == start
 
 
+def _opened(path: Path) -> int:
+    """Makes the file, and the folder that it is in; no more of the path, which may be mistyped. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)
+
+
 def _locked(path: Path) -> int:
     """Opens or creates the file and locks it; again, if it was removed while the lock was not yet ours."""
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            fd = _opened(path)
         except OSError as error:
             raise ArenaError(f"the arena {path} cannot be opened: {error.strerror}") from error
         try:

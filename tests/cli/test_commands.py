@@ -7,16 +7,22 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus
+from kvgrpc.cli.reached import problem
 from kvgrpc.cli.root import main
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
+from kvgrpc.client import Client
 from kvgrpc.config.settings import Settings
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Role, SpaceIdentity
+from kvgrpc.operators import RestartStatus
 from tests.served import serving
 
 
@@ -59,6 +65,19 @@ def test_one_screen_says_it_all():
     assert len(text.splitlines()) < 40
 
 
+def test_the_screen_says_what_became_of_an_earlier_servers_arena():
+    def shown(restart: RestartStatus) -> str:
+        found = snapshot()
+        console = Console(width=140, file=io.StringIO(), record=True)
+        console.print(as_screen(replace(found, server=replace(found.server, restart=restart))))
+        return console.export_text()
+
+    assert "it began empty: its index is damaged" in shown(RestartStatus(refused="its index is damaged"))
+    checking = RestartStatus(checking=True, found_objects=9, restored_objects=4, dropped_objects=1)
+    assert "5 of 9 objects of an earlier server are checked" in shown(checking)
+    assert "earlier server" not in shown(RestartStatus(found_objects=9, restored_objects=9))
+
+
 def test_json_has_the_protocols_names():
     found = json.loads(as_json(snapshot()))
     assert found["server"]["arena"]["pinned_bytes"] == 1 << 28
@@ -85,10 +104,37 @@ def test_status_without_a_server_says_what_to_do(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
+def test_what_was_refused_was_answered():
+    silent, strange = Refusal(Reason.SERVER_UNREACHABLE, "no"), Refusal(Reason.UNAUTHENTICATED, "who?")
+    assert "--ca-file" in problem("host:1", silent) and "--ca-file" not in problem("unix:/s", silent)
+    assert "refuses: who?" in problem("host:1", strange) and "--token-file" in problem("host:1", strange)
+    assert "did not answer: late" in problem("host:1", Refusal(Reason.DEADLINE, "late"))
+
+
 def test_a_wrong_address_is_explained():
     done = run("status", "--address", "not an address")
     assert done.returncode == 1
     assert "host:port" in done.stderr
+
+
+def test_ids_are_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    client_id = "scheduler-" + 32 * "5"
+    with serving("--l1-size", "64MiB") as server, Client(server.address, client_id) as client:
+        session = client.attach(32 * "e", Role.SCHEDULER, bytes(16))
+        next(session)
+        assert client_id in run("status", "--address", server.address).stdout
+        session.close()
+
+
+def test_a_command_that_is_mistyped_is_guessed():
+    assert "Did you mean 'status'?" in run("statsu").stderr
+    assert "No such command 'xyzzy'" in run("xyzzy").stderr
+
+
+def test_measurements_of_the_other_kind_are_refused():
+    assert "kvgrpc bench gpu" in run("bench", "--only", "gpu_calls").stderr
+    assert run("bench", "gpu", "--only", "core").returncode == 2
 
 
 def test_help_has_every_setting():

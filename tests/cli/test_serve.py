@@ -46,6 +46,22 @@ def test_it_says_what_it_chose():
     assert said["chunk"] == "64 tokens"
     assert said["threads"] == "3 for copies, 3 for hashing and tiers"
     assert said["reflection"] == "on"
+    assert said["below L1"] == "nothing"
+
+
+def test_it_says_where_l1_lies_and_what_is_below(tmp_path: Path):
+    arena = tmp_path / "made" / "arena"
+    tier = ["--disk-path", str(tmp_path / "disk"), "--disk-size", "1GiB"]
+    with serving("--l1-size", "16MiB", "--arena-path", str(arena), *tier) as server:
+        said = started(server)
+    assert said["L1"].endswith(f", in {arena}") and said["below L1"] == "disk"
+    assert arena.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_no_more_than_one_folder_is_made_for_an_arena(tmp_path: Path):
+    flags = ["--l1-size", "16MiB", "--arena-path", f"{tmp_path}/mistyped/kvgrpc/arena"]
+    assert "No such file or directory" in refused(*flags, folder=tmp_path)
+    assert not (tmp_path / "mistyped").exists()
 
 
 def test_a_variable_that_is_nearly_a_setting_is_told(monkeypatch: pytest.MonkeyPatch):

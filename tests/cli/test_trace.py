@@ -106,7 +106,17 @@ def test_the_time_is_kept_and_no_file_is_overwritten(tmp_path: Path) -> None:
         done = CliRunner().invoke(main, arguments)
         assert (done.exit_code, "the time is over" in done.output) == (0, True), done.output
         assert list(read_trace(file)) == []
-        assert "File exists" in CliRunner().invoke(main, arguments).output
+        assert "name another file" in CliRunner().invoke(main, arguments).output
+    done = CliRunner().invoke(main, ["trace", "replay", str(file)])
+    assert (done.exit_code, "has no lookups" in done.output) == (1, True), done.output
+
+
+def test_without_a_server_no_file_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "trace.gz"
+    done = CliRunner().invoke(main, ["trace", "record", str(file), "--address", f"unix:{tmp_path}/none"])
+    assert (done.exit_code, "no server answers" in done.output) == (1, True), done.output
+    assert not file.exists()
+    assert f"{file}: No such file or directory\n" in CliRunner().invoke(main, ["trace", "replay", str(file)]).output
 
 
 def test_a_slow_reader_loses_calls_and_the_file_says_how_many(tmp_path: Path) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 import pytest
 import yaml
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
 from kvgrpc.cli.root import main
 from kvgrpc.status import REASON_CODES
+from kvgrpc.v1 import admin_pb2, cache_pb2, engine_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md"), *ROOT.glob("*/README.md")]
 )
 TROUBLE = (ROOT / "docs/troubleshooting.md").read_text()
+CONTRACT = (admin_pb2, cache_pb2, engine_pb2)
 COMPATIBILITY = (ROOT / "docs/compatibility.md").read_text()
 
 
@@ -99,6 +104,13 @@ def test_commands_in_pages_exist() -> None:
     assert problem(["kvgrpc", "nothing"]) and problem(["kvgrpc", "serve", "--no-such-flag"])
 
 
+def test_make_lists_every_target_that_says_what_it_is_for() -> None:
+    files = [ROOT / "Makefile", *ROOT.glob("*/*.mk")]
+    said = {name for file in files for name in re.findall(r"^([^\s:]+):.*## ", file.read_text(), re.MULTILINE)}
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert set(re.findall(r"^  make (\S+)", done.stdout, re.MULTILINE)) == said
+
+
 def test_targets_of_make_in_pages_exist() -> None:
     makefiles = [ROOT / "Makefile", *ROOT.glob("*/*.mk")]
     known = {name for file in makefiles for name in re.findall(r"^([a-z][a-z0-9-]*):", file.read_text(), re.MULTILINE)}
@@ -153,6 +165,18 @@ def test_the_matrix_is_what_the_package_asks_for() -> None:
     assert f'"torch>={rows["PyTorch (engines, demo)"].split()[0]}"' in project
     extras = re.findall(r"kvgrpc\[(\w+)\]", rows["CUDA driver"])
     assert extras and all(f"\n{extra} = [" in project for extra in extras)
+
+
+def test_methods_that_are_newer_than_the_last_release_are_named() -> None:
+    recorded = (ROOT / "tests/compat/v0.1/descriptors.binpb").read_bytes()
+    then = methods(FileDescriptorSet.FromString(recorded).file)
+    now = methods(FileDescriptorProto.FromString(one.DESCRIPTOR.serialized_pb) for one in CONTRACT)
+    (sentence,) = re.findall(r"^Newer than v0\.1 are (.+)$", COMPATIBILITY, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", sentence)) == now - then
+
+
+def methods(files: Iterable[FileDescriptorProto]) -> set[str]:
+    return {method.name for file in files for service in file.service for method in service.method}
 
 
 def test_the_matrix_is_what_is_tested() -> None:

@@ -18,8 +18,10 @@ from kvgrpc.client import Client
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import SpaceRef, Warmed, WritePolicy
 from kvgrpc.tiers.disk_files import file_bytes
+from kvgrpc.tiers.envelope import HEADER_BYTES
 from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, TOKENS, DiskServer, engine
 from tests.e2e.harness import tokens_of
+from tests.e2e.test_field_untrusted import pickles
 from tests.hostile.room import can_mount
 from tests.served import wait_until
 
@@ -104,6 +106,28 @@ def test_damaged_files_are_misses_and_go(server: DiskServer) -> None:
         server.start()
         one.wait_back()
         assert [one.load(prompt) for prompt in range(8)] == [CHUNKS] * 8
+
+
+def test_pickles_in_files_are_misses(server: DiskServer, tmp_path: Path) -> None:
+    """Field report 7: bare, and behind a true header."""
+    server.start()
+    marker = tmp_path / "marker"
+    traps = pickles(marker)
+    with engine(server.address) as one:
+        for prompt in range(2 * len(traps)):
+            one.store(prompt)
+            server.wait_written((prompt + 1) * CHUNKS)  # so that files of one prompt follow those of another
+        server.kill()
+        hit = server.files()[3::CHUNKS]
+        for bare, behind, trap in zip(hit[::2], hit[1::2], traps, strict=True):
+            true = behind.read_bytes()
+            bare.write_bytes(trap)
+            behind.write_bytes(true[:HEADER_BYTES] + trap.ljust(len(true) - HEADER_BYTES, b"."))
+        server.start()
+        one.wait_back()
+        assert all(one.load(prompt) < CHUNKS for prompt in range(len(hit)))
+        assert server.tier().counters["damaged_objects"] == len(hit)
+        assert not marker.exists() and not any(path.exists() for path in hit)
 
 
 def test_clear_and_new_weights_hold_after_a_kill(server: DiskServer) -> None:

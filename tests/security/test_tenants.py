@@ -271,7 +271,7 @@ HASH = token_hash("x")
 WRONG: list[tuple[object, str]] = [
     ([], "valid dictionary"),
     ({}, "tenants: Field required"),
-    ({"tenants": {"a": {"tokens": ["plain"]}}}, "tenants.a.tokens.0: String should match pattern"),
+    ({"tenants": {"a": {"tokens": ["plain"]}}}, "tenants.a.tokens.0: not what kvgrpc token prints"),
     ({"tenants": {"a": {"token": [HASH]}}}, "tenants.a.token: Extra inputs are not permitted"),
     ({"tenants": {"a/b": {}}}, "String should match pattern"),
     ({"tenants": {"a": {"tokens": [HASH]}, "b": {"tokens": [HASH]}}}, "tenants a and b have one token"),
@@ -290,6 +290,16 @@ def test_a_file_that_cannot_be(form: object, sentence: str, tmp_path: Path):
     with pytest.raises(AccessError) as error:
         read_access(file)
     assert sentence in str(error.value) and "plain" not in str(error.value)
+
+
+def test_a_file_that_is_no_json_says_where(tmp_path: Path):
+    file = tmp_path / "access.json"
+    file.write_text('{"tenants": {\n  "secret" 1}}')
+    with pytest.raises(AccessError, match=r"it is no JSON from line 2, column 12 on$"):
+        read_access(file)
+    file.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(AccessError, match=r"it is no JSON$"):
+        read_access(file)
 
 
 def test_single_methods_can_be_allowed(tmp_path: Path):

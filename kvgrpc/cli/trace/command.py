@@ -57,6 +57,8 @@ def record(file: Path, seconds: float | None, most_size: int, address: str | Non
     target = target_of(address)
     try:
         writer = TraceWriter(file, most_size)
+    except FileExistsError:
+        raise click.ClickException(f"{file} is there already and stays as it is; name another file") from None
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
     why = "the server has ended the recording"
@@ -65,8 +67,8 @@ def record(file: Path, seconds: float | None, most_size: int, address: str | Non
             why = asyncio.run(_record(target, credentials_of(credentials), writer, seconds)) or why
     finally:
         writer.close()
-        if writer.calls == 0 and file.stat().st_size < 100:
-            click.echo(f"{file} has no calls", err=True)
+        if not writer.begun:
+            file.unlink(missing_ok=True)  # no server has answered
     lost = f", {writer.dropped} dropped" if writer.dropped else ""
     click.echo(f"{writer.calls} calls{lost} in {file} ({format_size(file.stat().st_size)}): {why}")
 
@@ -87,7 +89,7 @@ async def _record(target: str, credentials: Credentials, writer: TraceWriter, se
                     some = upcoming.result()
                     if some is None:
                         return ""
-                    if not writer.calls and not some.calls:
+                    if not writer.begun:
                         click.echo("recording; Ctrl-C ends it", err=True)
                     if not writer.write(some):
                         return "it is full"
@@ -145,6 +147,8 @@ def replay_command(
             target = target_of(address)
             with told(target):
                 points = [asyncio.run(replay_live(read_trace(file), facts, target, credentials_of(credentials)))]
+        elif not facts.lookups:
+            raise TraceError(f"{file} has no lookups; record while engines work")
         else:
             wanted = sorted(set(sizes)) or default_sizes(facts.working_set_bytes)
             points = replay(read_trace(file), facts, wanted)

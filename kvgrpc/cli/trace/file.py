@@ -56,7 +56,7 @@ def read_trace(path: Path) -> Iterator[Recorded]:
                     if recorded is not None:
                         yield recorded
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from None
+        raise TraceError(f"{path}: {(isinstance(error, OSError) and error.strerror) or error}") from None
 
 
 def _recorded(line: str, number: int) -> Recorded | None:
@@ -87,10 +87,12 @@ class TraceWriter:
         self._packed = gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=5, filename="", mtime=0)
         self._most_bytes = most_bytes
         self.calls = self.dropped = 0
+        self.begun = False
 
     def write(self, some: api.TracedCalls) -> bool:
         """False when the file is full."""
-        if not self.calls and not some.calls:
+        if not self.begun:
+            self.begun = True
             self._line({"kvgrpc_trace": 1, "chunk_tokens": some.chunk_tokens})
         if some.dropped:
             self.dropped += some.dropped

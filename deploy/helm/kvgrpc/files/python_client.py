@@ -82,9 +82,8 @@ class Engine:
         os.close(descriptor)
         for client in (self.scheduler, self.worker):
             if not client.start(wait_s=10):  # never raises: later calls would be misses until the server is there
-                problem = client.problem
-                self.close()
-                sys.exit(f"no session with {address}: {problem or 'no answer'}")
+                self.close()  # what is wrong is in client.problem, and was logged
+                sys.exit(f"gave up on {address}: is a server running there (kvgrpc serve), for this user?")
 
     def digest(self, blocks: list[int]) -> str:
         starts = (plane * PLANE_BYTES + b * RUN_BYTES for plane in range(LAYERS * PLANES) for b in blocks)
