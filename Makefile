@@ -171,7 +171,7 @@ bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json,
 EXTRAS := import importlib.metadata as m, sys; print(*(r.split(";")[0].strip() for r in m.requires("kvgrpc") if sys.argv[1] in r))
 
 test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
-	for extra in cuda12 cuda13; do \
+	for extra in cuda12 cuda13 mooncake-cuda; do \
 		$(PY) -m pip install --quiet --dry-run --ignore-installed --only-binary=:all: "$$($(PY) -c '$(EXTRAS)' $$extra)" || exit 1; \
 	done
 
