@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import random
+import signal
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,7 @@ from tests.e2e.disk_server import DiskServer
 from tests.e2e.harness import BLOCK, CHUNK, Engine, outcomes, tokens_of, until
 from tests.e2e.probes import found, out_of_reach
 from tests.kvdata import FILL, LAYERS_OUTERMOST, Bytes, Image, Kv
+from tests.tiers.stores import Store
 
 RETRIEVES = int(os.environ.get("KVGRPC_TEST_RETRIEVES", "400"))
 """`make soak` makes it 100,000."""
@@ -30,6 +32,7 @@ KILLS = int(os.environ.get("KVGRPC_TEST_KILLS", "3"))
 """`make kills` makes it 30."""
 WRITERS = READERS = 8
 KEYS = 500
+L1_CHUNKS = 16
 PER_CHUNK = CHUNK // BLOCK
 SMALL = Kv(layers=4, planes=2, heads=1, head_dim=64)
 SMALL_BYTES = SMALL.token_bytes * CHUNK
@@ -91,6 +94,7 @@ class Crowd:
         self.chunks = Chunks(SMALL)
         self.recent: dict[int, int] = {}
         self.loaded: Counter[str] = Counter()
+        self._stored = 0
         self._looked = 0
         self._prompts = itertools.count()
 
@@ -105,6 +109,7 @@ class Crowd:
             blocks = chance.sample(range(engine.image.num_blocks), PER_CHUNK)
             if await self.chunks.store(engine, prompt, blocks) == ["STORED"]:
                 self.recent[prompt % KEYS] = prompt
+                self._stored += 1
             await until(lambda most=prompt - KEYS // 4: self.done or self._looked >= most, 60)
 
     async def read(self, engine: Engine, chance: random.Random) -> None:
@@ -116,10 +121,20 @@ class Crowd:
             self.loaded.update([tier] if tier else [])
             await asyncio.sleep(0)
 
+    async def stall(self, store: Store) -> None:
+        """Time and again the store stands still until L1 has been filled anew, with writes to it under way."""
+        while not self.done:
+            store.signal(signal.SIGSTOP)
+            with contextlib.suppress(AssertionError):  # in time, whatever was stored: it is not to be given up
+                await until(lambda most=self._stored + 3 * L1_CHUNKS: self._stored >= most, 0.5)
+            store.signal(signal.SIGCONT)
+            loaded = self.loaded.total() + 40
+            await until(lambda most=loaded: self.done or self.loaded.total() >= most, 60)
 
-async def readers_get_their_own_while_others_write(server: DiskServer) -> None:
+
+async def readers_get_their_own_while_others_write(server: DiskServer, store: Store | None = None) -> None:
     """Field report 50: L1 holds 16 chunks; eight write, eight read what was written lately, all at once."""
-    server.start("--page-size", "16KiB", "--write-share", "0.25", l1_size=str(16 * SMALL_BYTES))
+    server.start("--page-size", "16KiB", "--write-share", "0.25", l1_size=str(L1_CHUNKS * SMALL_BYTES))
     crowd, chance = Crowd(), random.Random(50)
     async with engines(server, *[SMALL] * (WRITERS + READERS)) as members:
         acts = [crowd.write] * WRITERS + [crowd.read] * READERS
@@ -127,6 +142,7 @@ async def readers_get_their_own_while_others_write(server: DiskServer) -> None:
             asyncio.ensure_future(act(member, random.Random(chance.random())))
             for act, member in zip(acts, members, strict=True)
         ]
+        work += [asyncio.ensure_future(crowd.stall(store))] if store is not None else []
         try:
             await asyncio.gather(*work)
         finally:

@@ -66,8 +66,8 @@ def test_under_constant_eviction_every_hit_is_right(server: RemoteServer) -> Non
     remote_server.under_constant_eviction_every_hit_is_right(server)
 
 
-async def test_readers_get_their_own_while_others_write(server: RemoteServer) -> None:
-    await crowds.readers_get_their_own_while_others_write(server)
+async def test_readers_get_their_own_while_others_write(server: RemoteServer, store: Mooncake) -> None:
+    await crowds.readers_get_their_own_while_others_write(server, store)
 
 
 async def test_lookups_at_once_lose_no_prefetch(server: RemoteServer) -> None:

@@ -72,9 +72,8 @@ def test_under_constant_eviction_every_hit_is_right(local: RemoteServer) -> None
     remote_server.under_constant_eviction_every_hit_is_right(local)
 
 
-@pytest.mark.usefixtures("s3")
-async def test_readers_get_their_own_while_others_write(server: RemoteServer) -> None:
-    await crowds.readers_get_their_own_while_others_write(server)
+async def test_readers_get_their_own_while_others_write(server: RemoteServer, s3: Moto) -> None:
+    await crowds.readers_get_their_own_while_others_write(server, s3)
 
 
 @pytest.mark.usefixtures("s3")
