@@ -11,6 +11,7 @@ SEEDS  ?= 2000
 GATE_SEEDS ?= 200
 JOBS   ?= 2
 SECONDS ?= 1800
+VERBS  := build/verbs/.fetched
 
 CSRC        := $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/tests/*.cpp csrc/tests/*.hpp))
 PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
@@ -65,12 +66,13 @@ lint: $(STAMP) proto-check ## style, types, import floors, proto
 sim: $(STAMP) ## SEEDS (2000) fresh random worlds against the core
 	$(PY) -m tests.sim --seeds $(SEEDS)
 
-soak: $(STAMP) ## SECONDS (1800) of traffic by 8 engines with kills, then as long of 200 idle ones beside 8; RESULT=FOLDER keeps the result, SEED=n repeats
+soak: $(STAMP) $(VERBS) ## SECONDS (1800) of traffic by 8 engines with kills, then as long of 200 idle ones beside 8, then 100,000 reads beside writes for lower tiers; RESULT=FOLDER keeps the result, SEED=n repeats
 	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESULT),--json $(RESULT))
 	$(PY) -m tests.soak.idle --seconds $(SECONDS)
+	KVGRPC_TEST_RETRIEVES=100000 $(PY) -m pytest -q -o timeout=7200 -k readers_get_their_own $(addprefix tests/e2e/test_,disk_server.py valkey_server.py mooncake_server.py)
 
-kills: $(STAMP) ## 30 times kill -9 of a server with a named arena in the middle of stores
-	KVGRPC_TEST_KILLS=30 $(PY) -m pytest -q -o timeout=1800 tests/e2e/test_restart.py::test_kills_in_the_middle_of_stores
+kills: $(STAMP) $(VERBS) ## 30 times kill -9 of a server in the middle of stores into a named arena, then of writes to each remote tier
+	KVGRPC_TEST_KILLS=30 $(PY) -m pytest -q -k 'test_kills_in_the_middle_of' $(addprefix tests/e2e/test_,restart.py valkey_server.py objectstore_server.py mooncake_server.py)
 
 fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
@@ -103,8 +105,6 @@ $(REDIS): tests/tiers/fetch_redis.py | $(STAMP)
 	@touch $@
 
 # What Mooncake's library loads, for the tests of its tier.
-VERBS := build/verbs/.fetched
-
 verbs: $(VERBS) ## libibverbs, which the tests of the Mooncake tier load
 
 $(VERBS): tests/tiers/fetch_verbs.py | $(STAMP)
@@ -171,7 +171,7 @@ bench-results: $(STAMP) ## measure and write benchmarks/results/DATE-bench.json,
 EXTRAS := import importlib.metadata as m, sys; print(*(r.split(";")[0].strip() for r in m.requires("kvgrpc") if sys.argv[1] in r))
 
 test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
-	for extra in cuda12 cuda13; do \
+	for extra in cuda12 cuda13 mooncake-cuda; do \
 		$(PY) -m pip install --quiet --dry-run --ignore-installed --only-binary=:all: "$$($(PY) -c '$(EXTRAS)' $$extra)" || exit 1; \
 	done
 

@@ -23,7 +23,7 @@ import obstore
 
 from kvgrpc.bench.results import Figure, Report, figure, versions
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers import valkey
+from kvgrpc.tiers import pieces, valkey
 from kvgrpc.tiers.base import Tier
 from kvgrpc.tiers.objectstore import ObjectStoreTier, open_store
 from kvgrpc.tiers.valkey import ValkeyTier, connect
@@ -88,7 +88,7 @@ class BareKeys:
         self._client = connect(url, DEADLINE_S)
         step = valkey.PIECE_BYTES
         self._pieces = [source[at : at + step] for at in range(0, SIZE, step)]
-        self._pool = ThreadPoolExecutor(valkey.THREADS)
+        self._pool = ThreadPoolExecutor(pieces.READERS)
 
     async def write(self, number: int) -> None:
         await asyncio.wrap_future(self._pool.submit(self._each, number, "set"))

@@ -127,7 +127,7 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
         disk.start()
         found.append(disk)
     if settings.mooncake_master is not None:
-        with extra("--mooncake-master", "Mooncake and the system's libibverbs1", "mooncake-cpu"):
+        with extra("--mooncake-master", "Mooncake and the system's libibverbs1, libcurl4 and libnuma1", "mooncake-cpu"):
             from kvgrpc.tiers.mooncake import MooncakeTier, bounds
         offer_variables(bounds(guard.deadline_s))
         how = {"protocol": settings.mooncake_protocol, "devices": settings.mooncake_devices}

@@ -16,6 +16,8 @@ _COMMANDS = {
     "top": "kvgrpc.cli.top",
     "inspect": "kvgrpc.cli.inspect",
     "trace": "kvgrpc.cli.trace.command",
+    "quota": "kvgrpc.cli.limits",
+    "write-policy": "kvgrpc.cli.limits",
     "healthcheck": "kvgrpc.cli.healthcheck",
     "token": "kvgrpc.cli.token",
     "demo": "kvgrpc.cli.demo.command",
@@ -31,7 +33,7 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         place = _COMMANDS.get(cmd_name)
-        return None if place is None else getattr(import_module(place), cmd_name)
+        return None if place is None else getattr(import_module(place), cmd_name.replace("-", "_"))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -20,10 +20,11 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from kvgrpc.config.places import default_socket_path, named_socket
 from kvgrpc.config.values import (
     is_loopback,
+    parse_addresses,
     parse_collector,
-    parse_master,
     parse_mode,
     parse_own_address,
+    parse_peer,
     parse_policies,
     parse_quotas,
     parse_size,
@@ -49,7 +50,7 @@ Millis = Annotated[int, Field(gt=0, le=86_400_000)]
 Micros = Annotated[int, Field(ge=0, le=1_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
-Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_list)]
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_addresses)]
 Uids = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], NoDecode, BeforeValidator(split_list)]
 Quotas = Annotated[dict[str, Size], NoDecode, BeforeValidator(parse_quotas)]
 Policies = Annotated[dict[str, WritePolicy], NoDecode, BeforeValidator(parse_policies)]
@@ -59,7 +60,7 @@ Collector = Annotated[str, BeforeValidator(parse_collector)]
 ValkeyUrl = Annotated[str, BeforeValidator(parse_valkey_url)]
 StoreUrl = Annotated[str, BeforeValidator(parse_store_url)]
 VersionsUrl = Annotated[str, BeforeValidator(parse_versions_url)]
-Master = Annotated[str, BeforeValidator(parse_master)]
+Peer = Annotated[str, BeforeValidator(parse_peer)]
 Mode = Annotated[int, BeforeValidator(parse_mode), Field(ge=0, le=0o777)]
 
 THREADS_MOST = 256
@@ -86,7 +87,7 @@ class Settings(BaseSettings):
     socket: SocketPath | None = _doc(None, "Unix socket to listen on; default: a path of this user, printed at start")
     socket_mode: Mode = _doc(0o600, "file mode of the socket: who may connect")
     socket_group: str = _doc("", "group of the socket; needs a --socket-mode that lets it in")
-    listen: Strings = _doc((), "also listen on this HOST:PORT (TCP); port 0 chooses one")
+    listen: Addresses = _doc((), "also listen on this HOST:PORT (TCP); port 0 chooses one")
     insecure: bool = _doc(False, "allow --listen off the loopback without TLS: who reaches the port reads KV data")
     tls_cert: Path | None = _doc(None, "certificate chain (PEM) of the TCP listeners; read again when it changes")
     tls_key: Path | None = _doc(None, "its private key (PEM)")
@@ -138,7 +139,7 @@ class Settings(BaseSettings):
     )
     disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
     disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")
-    mooncake_master: Master | None = _doc(None, "HOST:PORT of the master of a Mooncake Store, for objects below L1")
+    mooncake_master: Peer | None = _doc(None, "HOST:PORT of the master of a Mooncake Store, for objects below L1")
     mooncake_protocol: str = _doc("tcp", "how its bytes travel: tcp or rdma")
     mooncake_devices: str = _doc("", "RDMA devices for that, separated by commas; default: the library chooses")
     valkey_url: ValkeyUrl | None = _doc(
@@ -266,10 +267,7 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _listeners_are_safe(self) -> Settings:
         for address in self.listen:
-            host, port = split_address(address)
-            if not 0 <= port <= 65535:
-                raise ValueError(f"--listen {address}: the port must be 0 to 65535")
-            if not is_loopback(host) and not self.insecure and self.tls_cert is None:
+            if not is_loopback(split_address(address)[0]) and not self.insecure and self.tls_cert is None:
                 raise ValueError(
                     f"--listen {address} is off the loopback and would serve without TLS; "
                     "give it --tls-cert and --tls-key, listen on 127.0.0.1 or the Unix socket, "

@@ -99,10 +99,20 @@ def parse_own_address(value: object) -> object:
     if not isinstance(value, str):
         return value
     whole = f"127.0.0.1:{value}" if value.isdecimal() else value
-    host, separator, port = whole.rpartition(":")
-    if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not PORT or HOST:PORT, for example 9464 or 0.0.0.0:9464")
+    try:
+        split_address(whole)
+    except ValueError:
+        raise ValueError(f"{value!r} is not PORT or HOST:PORT, for example 9464 or 0.0.0.0:9464") from None
     return whole
+
+
+def parse_addresses(value: object) -> object:
+    """Addresses to listen on; port 0 chooses one."""
+    parts = split_list(value)
+    given = cast(Iterable[object], parts) if isinstance(parts, tuple | list) else ()
+    for part in given:
+        split_address(str(part))
+    return cast(object, parts)
 
 
 def parse_collector(value: object) -> object:
@@ -144,20 +154,18 @@ def parse_versions_url(value: object) -> object:
     return parse_valkey_url(value) if kept_by_keys else parse_store_url(value)
 
 
-def parse_master(value: object) -> object:
-    """HOST:PORT."""
-    if isinstance(value, str):
-        host, separator, port = value.rpartition(":")
-        if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{value!r} is not HOST:PORT, for example 10.0.0.7:50051")
+def parse_peer(value: object) -> object:
+    """The address of somebody else."""
+    if isinstance(value, str) and not split_address(value)[1]:
+        raise ValueError(f"{value!r}: nobody is at port 0")
     return value
 
 
 def split_address(address: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[V6]:PORT``; ValueError says what is wrong."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdecimal():
-        raise ValueError(f"--listen {address!r} is not HOST:PORT, for example 127.0.0.1:50051")
+    if not separator or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is not HOST:PORT, for example 127.0.0.1:50051")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

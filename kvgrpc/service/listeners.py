@@ -159,7 +159,7 @@ def bind_tcp(address: str, anywhere: bool, bind: Bind) -> str:
     try:
         host, port = split_address(address)
     except ValueError as error:
-        raise ListenError(str(error)) from None
+        raise ListenError(f"--listen: {error}") from None
     if not anywhere and not is_loopback(host):
         raise ListenError(
             f"--listen {address} is off the loopback and would serve without TLS; "

@@ -13,37 +13,26 @@ The store loses what it likes: it evicts, and a machine takes its memory with it
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import math
 import mmap
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
-import structlog
 from mooncake.store import MooncakeDistributedStore  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
+from kvgrpc.tiers.base import FaultReason, TierFault, TierMiss
 from kvgrpc.tiers.envelope import HEADER_BYTES, Sealing
-from kvgrpc.tiers.pieces import Draining, Filling
-
-T = TypeVar("T")
-log = structlog.get_logger(__name__)
+from kvgrpc.tiers.pieces import READERS, WRITERS, BlockingTier, Draining, Filling
 
 PIECE_BYTES = 4 << 20
 """Of an object, in one call of the library and one room."""
-READERS = 8
-WRITERS = 4
-PROBES = 1000
 REACH_S = 2.0
 ABSENT, UNFINISHED, THERE_ALREADY, NO_ROOM = -704, -703, -705, -200
 WORDS = {
@@ -125,87 +114,34 @@ def connect(master: str, deadline_s: float, protocol: str, devices: str) -> Any:
     return client
 
 
-class MooncakeTier:
-    """Keeps objects in the store of ``master``. ``bounds(deadline_s)`` are in the environment by then.
-
-    Threads: one event loop; the library is called by threads of the tier. A call that was cancelled leaves its thread
-    to the library for a while, with a room, but not with its buffers.
+class MooncakeTier(BlockingTier):
+    """Keeps objects in the store of ``master``. ``bounds(deadline_s)`` are in the environment by then. Usage is what
+    this server has written: the store does not say what it has evicted. A call that was cancelled leaves its thread to
+    the library with a room.
     """
 
     def __init__(
         self, master: str, deadline_s: float = 10.0, *, protocol: str = "tcp", devices: str = "", name: str = "mooncake"
     ) -> None:
-        self._name = name
-        self._where = master
-        self._connect: Callable[[], Any] = lambda: connect(master, deadline_s, protocol, devices)
-        self._client: Any = None
-        self._closing = False
-        self._connecting = Lock()
+        super().__init__(name, master, ERRORS)
+        self._how = (deadline_s, protocol, devices)
         self._rooms = Rooms(READERS + WRITERS)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvgrpc-mooncake-read")
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvgrpc-mooncake-write")
-        self._counts: Counter[str] = Counter()
-        self._used = 0
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def healthy(self) -> bool:
-        return True
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return dict(self._counts)
 
     def start(self) -> None:
         """Connects in the background, which takes longer than a call may; where that fails, calls try it again."""
         self._writers.submit(self._connected)
 
-    def _connected(self) -> Any:
-        with self._connecting:
-            if self._closing:
-                raise OSError("the tier is being closed")
-            if self._client is None:
-                client = self._connect()
-                code = client.register_buffer(self._rooms.address, self._rooms.size_bytes)
-                if code:
-                    client.close()
-                    raise OSError(f"Mooncake's client does not take the tier's memory ({code})")
-                self._client = client
-            return self._client
-
-    async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
-        try:
-            return await asyncio.wrap_future(pool.submit(work, *args))
-        except ERRORS as error:
-            raise TierFault(FaultReason.IO, f"{self._where}: {str(error)[:300]}") from error
-
-    # ---- Tier ----
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return await self._run(self._readers, self._exists, names)
+    def _connect(self) -> Any:
+        client = connect(self._where, *self._how)
+        code = client.register_buffer(self._rooms.address, self._rooms.size_bytes)
+        if code:
+            client.close()
+            raise OSError(f"Mooncake's client does not take the tier's memory ({code})")
+        return client
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
-        found: list[bool] = []
-        for at in range(0, len(names), PROBES):
-            asked = [object_key(name) for name in names[at : at + PROBES]]
-            found += [bool(_checked(code, asked[0])) for code in self._connected().batch_is_exist(asked)]
-        return found
-
-    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
-        filling = Filling(object, into)
-        try:
-            await self._run(self._readers, self._read, object, filling)
-        except TierFault as fault:
-            if fault.reason in DAMAGED and not isinstance(fault, OtherLength):
-                self._counts["damaged_objects"] += 1
-                log.warning("a damaged object is removed", tier=self._name, object=object.name)
-                await self.remove(object.name)
-            raise
-        finally:
-            filling.stop()
+        asked = [object_key(name) for name in names]
+        return [bool(_checked(code, asked[0])) for code in self._connected().batch_is_exist(asked)]
 
     def _read(self, object: ObjectName, filling: Filling) -> None:
         client, key = self._connected(), object_key(object.name)
@@ -222,16 +158,8 @@ class MooncakeTier:
                     break
         filling.end()
 
-    async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
-        draining = Draining(data)
-        try:
-            freed = await self._run(self._writers, self._write, object, draining)
-        finally:
-            draining.stop()
-        self._used += HEADER_BYTES + object.size_bytes - freed
-
     def _write(self, object: ObjectName, draining: Draining) -> int:
-        """Payload first, then the header; bytes of what was replaced."""
+        """Payload first, then the header."""
         client, key = self._connected(), object_key(object.name)
         freed = self._begin(client, key, HEADER_BYTES + object.size_bytes)
         sealing, whole = Sealing(object), False
@@ -255,34 +183,22 @@ class MooncakeTier:
         """Reserves room in the store; bytes of what had the name."""
         code, freed = client.batch_put_session_start([key], [size_bytes])[0], 0
         if code == THERE_ALREADY and client.is_exist(key) == 1:
-            freed = self._remove(key)
+            freed = self._remove_key(client, key)
             code = client.batch_put_session_start([key], [size_bytes])[0]
         if code == THERE_ALREADY:
             raise TierFault(FaultReason.FULL, f"{key}: another server writes it, or has begun to")
         _checked(code, key)
         return freed
 
-    async def remove(self, name: str) -> None:
-        self._used -= await self._run(self._writers, self._remove, object_key(name))
+    def _remove(self, name: str) -> int:
+        return self._remove_key(self._connected(), object_key(name))
 
-    def _remove(self, key: str) -> int:
-        client = self._connected()
+    def _remove_key(self, client: Any, key: str) -> int:
         size = client.get_size(key)
         code = client.remove(key, True)  # also where a reader's lease holds it: it may be damaged
         if code not in (ABSENT, UNFINISHED):
             _checked(code, key)
         return max(size, 0)
-
-    async def usage(self) -> int:
-        """What this server has written: the store does not say what it has evicted."""
-        return max(self._used, 0)
-
-    async def close(self) -> None:
-        self._closing = True
-        for pool in (self._readers, self._writers):
-            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
 
 
 def _put(client: Any, key: str, address: int, length: int, at: int) -> None:

@@ -13,29 +13,27 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
-from collections import Counter, OrderedDict, deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
-import structlog
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
+from kvgrpc.tiers.base import FaultReason, TierFault, TierMiss
 from kvgrpc.tiers.envelope import HEADER_BYTES, check_header
-from kvgrpc.tiers.pieces import Draining, Filling, Usage, run_whole
+from kvgrpc.tiers.pieces import Draining, Filling, RemoteTier, run_whole
 
 if TYPE_CHECKING:  # stubs only
     from obstore import GetOptions
     from obstore.store import ClientConfig, RetryConfig
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
 
 PIECE_BYTES = 8 << 20
 """Of a read."""
@@ -49,7 +47,6 @@ PARTS_AT_ONCE = 2
 PROBES_MOST = 64
 RETRIES = 2
 """Of a request that met a dropped connection or a 5xx."""
-BAD_MOST = 10_000
 STORES: Any = {"file": LocalStore, "s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
@@ -78,7 +75,7 @@ def object_key(name: str) -> str:
     return f"objects/{name[:2]}/{name}"
 
 
-class ObjectStoreTier:
+class ObjectStoreTier(RemoteTier):
     """Keeps objects under ``url``. ``deadline_s`` bounds one request, its retries included.
 
     Threads: one event loop; bytes are copied and hashed by threads of its own.
@@ -87,7 +84,7 @@ class ObjectStoreTier:
     def __init__(
         self, url: str, deadline_s: float = 10.0, *, plain_http: bool = False, name: str = "objectstore"
     ) -> None:
-        self._name = name
+        super().__init__(name, self._count)
         self._url = url
         self._deadline_s = deadline_s
         self._plain_http = plain_http
@@ -96,23 +93,7 @@ class ObjectStoreTier:
         self._writes = asyncio.Semaphore(WRITES_MOST)
         self._probes = asyncio.Semaphore(PROBES_MOST)
         self._copies = ThreadPoolExecutor(2, thread_name_prefix="kvgrpc-objects")
-        self._counts: Counter[str] = Counter()
-        self._bad: OrderedDict[str, None] = OrderedDict()
-        """Damaged objects that could not be removed."""
-        self._usage = Usage(self._count)
         self._rooms = Rooms()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def healthy(self) -> bool:
-        return True
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return dict(self._counts)
 
     def _opened(self) -> ObjectStore:
         if self._store is None:
@@ -141,14 +122,8 @@ class ObjectStoreTier:
             raise _fault(error, name) from error
 
     async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
-        if object.name in self._bad:
-            raise TierMiss(f"{object.name}: damaged, and cannot be removed")
-        try:
+        async with self._reading(object.name):
             await self._read(object, Filling(object, into))
-        except TierFault as fault:
-            if fault.reason in DAMAGED and not isinstance(fault, OtherLength):
-                await self._set_aside(object.name)
-            raise
 
     async def _read(self, object: ObjectName, filling: Filling) -> None:
         """Piece after piece; the next ones are on their way while one is taken in."""
@@ -210,17 +185,6 @@ class ObjectStoreTier:
         if size < HEADER_BYTES or (start and size < HEADER_BYTES + object.size_bytes):
             raise TierFault(FaultReason.SHORT, f"{object.name}: {size} bytes are too few")
 
-    async def _set_aside(self, name: str) -> None:
-        self._counts["damaged_objects"] += 1
-        log.warning("a damaged object is removed", tier=self._name, object=name)
-        try:
-            await self.remove(name)
-        except TierFault as fault:
-            log.warning("a damaged object cannot be removed", tier=self._name, object=name, reason=fault.message)
-            self._bad[name] = None
-            if len(self._bad) > BAD_MOST:
-                self._bad.popitem(last=False)
-
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
         async with self._writes:
             whole, draining = HEADER_BYTES + object.size_bytes, Draining(data)
@@ -233,8 +197,7 @@ class ObjectStoreTier:
                 raise _fault(error, object.name) from error
             finally:
                 draining.stop()
-            self._bad.pop(object.name, None)
-            self._usage.add(whole)
+            self._written(object)
 
     async def _put(self, name: str, pieces: Iterator[memoryview], whole: int) -> None:
         store, key = self._opened(), object_key(name)
@@ -254,9 +217,6 @@ class ObjectStoreTier:
         except (BaseError, OSError, ValueError) as error:
             raise _fault(error, name) from error
         self._usage.add(-size)
-
-    async def usage(self) -> int:
-        return await self._usage.get()
 
     async def _count(self) -> int:
         used = 0

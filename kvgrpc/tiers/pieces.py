@@ -5,21 +5,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Executor
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from threading import Lock
 from typing import Any, TypeVar
 
+import structlog
+
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers.base import FaultReason, TierFault
+from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
 from kvgrpc.tiers.envelope import HEADER_BYTES, Opening, Sealing
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 STEP_BYTES = 256 << 10
 """Copied while the interpreter lock is held, then hashed without it, while it is in the cache."""
 COUNT_S = 600.0
 """How long a count of what a tier holds is good."""
+READERS = 8
+WRITERS = 4
+PROBES = 1000
+"""Names in one question."""
+BAD_MOST = 10_000
 
 
 class Filling:
@@ -134,9 +145,10 @@ def _steps(parts: Sequence[memoryview]) -> Iterator[memoryview]:
 
 class Usage:
     """Bytes of a tier that takes its time to count them: counted now and then in the background, and meanwhile what
-    this server does is added. About what is there: others write and remove, too."""
+    this server does is added. About what is there: others write and remove, too. Without ``count`` what this server
+    does is all."""
 
-    def __init__(self, count: Callable[[], Coroutine[Any, Any, int]]) -> None:
+    def __init__(self, count: Callable[[], Coroutine[Any, Any, int]] | None = None) -> None:
         self._count = count
         self._counting: asyncio.Task[None] | None = None
         self._counted_at_s = float("-inf")
@@ -148,15 +160,15 @@ class Usage:
 
     async def get(self) -> int:
         """Raises TierFault: it was never counted, and cannot be now."""
-        if time.monotonic() - self._counted_at_s > COUNT_S and self._counting is None:
-            self._counting = asyncio.create_task(self._run())
+        if self._count is not None and time.monotonic() - self._counted_at_s > COUNT_S and self._counting is None:
+            self._counting = asyncio.create_task(self._run(self._count))
             self._counting.add_done_callback(self._ended)
         if self._counting is not None and self._counted_at_s < 0:
             await asyncio.shield(self._counting)
         return max(self._used, 0)
 
-    async def _run(self) -> None:
-        self._used = await self._count()
+    async def _run(self, count: Callable[[], Coroutine[Any, Any, int]]) -> None:
+        self._used = await count()
         self._counted_at_s = time.monotonic()
 
     def _ended(self, counting: asyncio.Task[None]) -> None:
@@ -186,3 +198,159 @@ async def run_whole(pool: Executor, stop: Callable[[], None], work: Callable[...
         if not running.cancelled():
             running.exception()
         raise
+
+
+class TornObject(TierMiss):
+    """Pieces of it went away, or another write has replaced them."""
+
+
+class RemoteTier(ABC):
+    """What tiers on a network have in common: a name, counts, usage, and what becomes of objects that are of no use:
+    they are removed, and passed over where they cannot be."""
+
+    def __init__(self, name: str, count: Callable[[], Coroutine[Any, Any, int]] | None = None) -> None:
+        self._name = name
+        self._counts: Counter[str] = Counter()
+        self._usage = Usage(count)
+        self._bad: OrderedDict[str, None] = OrderedDict()
+        """Objects of no use that could not be removed."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def healthy(self) -> bool:
+        return True
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
+    @abstractmethod
+    async def remove(self, name: str) -> None: ...
+
+    async def usage(self) -> int:
+        return await self._usage.get()
+
+    @asynccontextmanager
+    async def _reading(self, name: str) -> AsyncGenerator[None]:
+        """Around a read of the object."""
+        if name in self._bad:
+            raise TierMiss(f"{name}: of no use, and cannot be removed")
+        try:
+            yield
+        except TierFault as fault:
+            if isinstance(fault, TornObject):
+                await self._set_aside(name, "torn")
+            elif fault.reason in DAMAGED and not isinstance(fault, OtherLength):
+                log.warning("a damaged object is removed", tier=self._name, object=name)
+                await self._set_aside(name, "damaged")
+            raise
+
+    async def _set_aside(self, name: str, why: str) -> None:
+        self._counts[f"{why}_objects"] += 1
+        try:
+            await self.remove(name)
+        except TierFault as fault:
+            log.warning(f"a {why} object cannot be removed", tier=self._name, object=name, reason=fault.message)
+            self._bad[name] = None
+            if len(self._bad) > BAD_MOST:
+                self._bad.popitem(last=False)
+
+    def _written(self, object: ObjectName, freed: int = 0) -> None:
+        self._bad.pop(object.name, None)
+        self._usage.add(HEADER_BYTES + object.size_bytes - freed)
+
+
+class BlockingTier(RemoteTier):
+    """A tier whose client blocks: it is called by threads of the tier. ``errors`` are those of the client; it is made
+    by the first call that needs it, and by others until that went well.
+
+    Threads: one event loop. A call that was cancelled leaves its thread to the client for a while, but not with its
+    buffers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        errors: tuple[type[Exception], ...],
+        count: Callable[[], Coroutine[Any, Any, int]] | None = None,
+    ) -> None:
+        super().__init__(name, count)
+        self._where = where
+        self._errors = errors
+        self._client: Any = None
+        self._closing = False
+        self._connecting = Lock()
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix=f"kvgrpc-{name}-read")
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"kvgrpc-{name}-write")
+
+    @abstractmethod
+    def _connect(self) -> Any:
+        """A new client."""
+
+    @abstractmethod
+    def _exists(self, names: Sequence[str]) -> Sequence[bool]: ...
+
+    @abstractmethod
+    def _read(self, object: ObjectName, filling: Filling) -> None: ...
+
+    @abstractmethod
+    def _write(self, object: ObjectName, draining: Draining) -> int:
+        """Bytes of what was replaced."""
+
+    @abstractmethod
+    def _remove(self, name: str) -> int:
+        """Bytes of what was there."""
+
+    def _connected(self) -> Any:
+        with self._connecting:
+            if self._closing:
+                raise OSError("the tier is being closed")
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _fault(self, error: Exception) -> TierFault:
+        return TierFault(FaultReason.IO, f"{self._where}: {str(error)[:300]}")
+
+    async def _run(self, pool: Executor, work: Callable[..., T], *args: object) -> T:
+        try:
+            return await asyncio.wrap_future(pool.submit(work, *args))
+        except self._errors as error:
+            raise self._fault(error) from error
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        found: list[bool] = []
+        for at in range(0, len(names), PROBES):
+            found += await self._run(self._readers, self._exists, names[at : at + PROBES])
+        return [there and name not in self._bad for name, there in zip(names, found, strict=True)]
+
+    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
+        filling = Filling(object, into)
+        async with self._reading(object.name):
+            try:
+                await self._run(self._readers, self._read, object, filling)
+            finally:
+                filling.stop()
+
+    async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
+        draining = Draining(data)
+        try:
+            freed = await self._run(self._writers, self._write, object, draining)
+        finally:
+            draining.stop()
+        self._written(object, freed)
+
+    async def remove(self, name: str) -> None:
+        self._usage.add(-await self._run(self._writers, self._remove, name))
+
+    async def close(self) -> None:
+        self._closing = True
+        await self._usage.close()
+        for pool in (self._readers, self._writers):
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)

@@ -13,22 +13,17 @@ The client's blocking form runs on threads of the tier: on the event loop it wou
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import mmap
 import secrets
 import struct
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import redis
-import structlog
 from redis._parsers import Encoder
 from redis.backoff import ExponentialBackoff
 from redis.cluster import RedisCluster
@@ -37,21 +32,16 @@ from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterExce
 from redis.retry import Retry
 
 from kvgrpc.core.types import ObjectName
-from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
+from kvgrpc.tiers.base import FaultReason, TierFault, TierMiss
 from kvgrpc.tiers.envelope import HEADER_BYTES, Sealing, check_header
-from kvgrpc.tiers.pieces import Draining, Filling, Usage
-
-T = TypeVar("T")
-log = structlog.get_logger(__name__)
+from kvgrpc.tiers.pieces import PROBES, BlockingTier, Draining, Filling, TornObject
 
 PIECE_BYTES = 1 << 20
 """Small enough that a server answers others in between, large enough that commands cost little."""
 GROUP = 8
 """Pieces of an object that travel in one pipeline."""
-THREADS = 8
 RETRIES = 2
 """Of a command that met a dropped connection."""
-PROBES = 1000
 VERSIONS_KEY = "kvgrpc:{versions}"
 ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
 
@@ -106,87 +96,28 @@ def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
     return client
 
 
-class TornObject(TierMiss):
-    """The server has let go of a piece, or another write has replaced it."""
-
-
-class ValkeyTier:
-    """Keeps objects for ``ttl_ms`` after their writing. ``deadline_s`` bounds each wait for the server.
-
-    Threads: one event loop; the server is spoken to by threads of the tier. A call that was cancelled leaves its thread
-    waiting for the server until ``deadline_s``, but not with its buffers.
-    """
+class ValkeyTier(BlockingTier):
+    """Keeps objects for ``ttl_ms`` after their writing. ``deadline_s`` bounds each wait for the server."""
 
     def __init__(
         self, url: str, ttl_ms: int, deadline_s: float = 10.0, login: Login = NO_LOGIN, *, name: str = "valkey"
     ) -> None:
-        self._name = name
-        self._url = url
+        super().__init__(name, url, ERRORS, self._counted)
         self._ttl_ms = ttl_ms
-        self._deadline_s = deadline_s
-        self._login = login
-        self._client: Any = None
-        self._connecting = Lock()
-        self._readers = ThreadPoolExecutor(THREADS, thread_name_prefix="kvgrpc-valkey-read")
-        self._writers = ThreadPoolExecutor(THREADS // 2, thread_name_prefix="kvgrpc-valkey-write")
-        self._counts: Counter[str] = Counter()
-        self._usage = Usage(self._counted)
+        self._how = (deadline_s, login)
 
-    @property
-    def name(self) -> str:
-        return self._name
+    def _connect(self) -> Any:
+        return connect(self._where, *self._how)
 
-    @property
-    def healthy(self) -> bool:
-        return True
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        return dict(self._counts)
-
-    def _connected(self) -> Any:
-        with self._connecting:
-            if self._client is None:
-                self._client = connect(self._url, self._deadline_s, self._login)
-            return self._client
-
-    async def _run(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
-        try:
-            return await asyncio.wrap_future(pool.submit(work, *args))
-        except OutOfMemoryError as error:
-            raise TierFault(FaultReason.FULL, f"{self._url}: {error}") from error
-        except ERRORS as error:
-            raise TierFault(FaultReason.IO, f"{self._url}: {str(error)[:300]}") from error
-
-    # ---- Tier ----
-
-    async def exists(self, names: Sequence[str]) -> list[bool]:
-        return await self._run(self._readers, self._exists, names)
+    def _fault(self, error: Exception) -> TierFault:
+        full = isinstance(error, OutOfMemoryError)
+        return TierFault(FaultReason.FULL, f"{self._where}: {error}") if full else super()._fault(error)
 
     def _exists(self, names: Sequence[str]) -> list[bool]:
-        found: list[bool] = []
-        for at in range(0, len(names), PROBES):
-            pipeline = self._connected().pipeline(transaction=False)
-            for name in names[at : at + PROBES]:
-                pipeline.exists(object_key(name))
-            found += [bool(there) for there in pipeline.execute()]
-        return found
-
-    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
-        filling = Filling(object, into)
-        try:
-            await self._run(self._readers, self._read, object, filling)
-        except TierFault as fault:
-            if isinstance(fault, TornObject):
-                self._counts["torn_objects"] += 1
-                await self.remove(object.name)
-            elif fault.reason in DAMAGED and not isinstance(fault, OtherLength):
-                self._counts["damaged_objects"] += 1
-                log.warning("a damaged object is removed", tier=self._name, object=object.name)
-                await self.remove(object.name)
-            raise
-        finally:
-            filling.stop()
+        pipeline = self._connected().pipeline(transaction=False)
+        for name in names:
+            pipeline.exists(object_key(name))
+        return [bool(there) for there in pipeline.execute()]
 
     def _read(self, object: ObjectName, filling: Filling) -> None:
         key = object_key(object.name)
@@ -221,16 +152,8 @@ class ValkeyTier:
                     raise TornObject(f"{key}: a piece is gone")
                 filling.take(kept)
 
-    async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
-        draining = Draining(data)
-        try:
-            freed = await self._run(self._writers, self._write, object, draining)
-        finally:
-            draining.stop()
-        self._usage.add(HEADER_BYTES + object.size_bytes - freed)
-
     def _write(self, object: ObjectName, draining: Draining) -> int:
-        """Pieces first, then what names them; bytes of what was replaced."""
+        """Pieces first, then what names them."""
         key, client, room = object_key(object.name), self._connected(), _scratch()
         sealing = Sealing(object)
 
@@ -273,9 +196,6 @@ class ValkeyTier:
         keys, piece_bytes = _pieces_of(key, memoryview(head)[HEADER_BYTES:])
         return size + len(keys) * piece_bytes, keys
 
-    async def remove(self, name: str) -> None:
-        self._usage.add(-await self._run(self._writers, self._remove, name))
-
     def _remove(self, name: str) -> int:
         key = object_key(name)
         freed, keys = self._kept(key)
@@ -283,9 +203,6 @@ class ValkeyTier:
         for at in range(0, len(keys), PROBES):
             self._connected().unlink(*keys[at : at + PROBES])
         return freed
-
-    async def usage(self) -> int:
-        return await self._usage.get()
 
     async def _counted(self) -> int:
         return await self._run(self._readers, self._count)
@@ -297,13 +214,6 @@ class ValkeyTier:
             if len(keys) == PROBES:
                 used, keys = used + _lengths(client, keys), []
         return used + _lengths(client, keys)
-
-    async def close(self) -> None:
-        await self._usage.close()
-        for pool in (self._readers, self._writers):
-            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
-        if self._client is not None:
-            self._client.close()
 
 
 _local = threading.local()

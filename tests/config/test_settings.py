@@ -190,7 +190,8 @@ def test_mooncake_needs_a_place_for_versions(lasting: str, url: str):
     ("flags", "named"),
     [
         ({"mooncake_master": "m"}, "--mooncake-master: 'm' is not HOST:PORT"),
-        ({"mooncake_master": "m:70000"}, "is not HOST:PORT"),
+        ({"mooncake_master": "m:70000"}, "--mooncake-master: 'm:70000' is not HOST:PORT"),
+        ({"mooncake_master": "m:0"}, "--mooncake-master: 'm:0': nobody is at port 0"),
         ({"versions_url": "s3://b"}, "lower tiers, and there is none"),
         ({"mooncake_protocol": "rdma"}, "--mooncake-protocol has no effect"),
         ({"mooncake_protocol": "udp"}, "must be one of tcp, rdma"),
@@ -234,6 +235,22 @@ def test_addresses():
     assert split_address("[::1]:50051") == ("::1", 50051)
     assert is_loopback("127.8.8.8") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("localhost.example")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"listen": ("m",)}, "--listen: 'm' is not HOST:PORT, for example 127.0.0.1:50051"),
+        ({"listen": ("127.0.0.1:0", "[::1]:70000")}, "--listen: '[::1]:70000' is not HOST:PORT"),
+        ({"metrics_listen": "h:70000"}, "--metrics-listen: 'h:70000' is not PORT or HOST:PORT"),
+        ({"health_listen": "h:"}, "--health-listen: 'h:' is not PORT or HOST:PORT"),
+        ({"mooncake_master": ":1", "versions_url": "s3://b"}, "--mooncake-master: ':1' is not HOST:PORT"),
+    ],
+)
+def test_what_is_no_address_is_told_with_its_flag(flags: dict[str, object], named: str):
+    with pytest.raises(SettingsError) as refused:
+        load_settings(**flags)
+    assert str(refused.value).startswith(named)
 
 
 def test_sizes_for_people():

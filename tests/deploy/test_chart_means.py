@@ -158,10 +158,13 @@ PLAIN: dict[str, object] = {
     "objectStore_endpoint": "http://m:9000",
     "objectStore_insecure": "true",
 }
+MOONCAKE: dict[str, object] = {"mooncake_master": "m:1", "versionsUrl": "s3://b"}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"mode": "sidecar", "discovery": "service", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "discovery": "hostPort", "tcp_insecure": "true"}, "set discovery=socket, or mode=daemonset"),
     ({"mode": "sidecar", "arena_persist": "true"}, "set arena.persist=false, or mode=daemonset"),
+    ({"mode": "sidecar", "arena_remove": "true"}, "set arena.remove=false, or mode=daemonset"),
+    ({"arena_remove": "true", "arena_persist": "true"}, "it is kept, or removed; set one of them"),
     ({"mode": "sidecar", "disk_size": "1Gi"}, "a sidecar's folders end with its pod; empty it, or set mode=daemonset"),
     ({"cards_enabled": "true", "flags_cards": "false"}, "contradict each other; set one of them"),
     ({"disk_hostPath": "/data/kv"}, "disk.hostPath has no effect without disk.size"),
@@ -189,12 +192,21 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"networkPolicy_enabled": "true", "otlp_endpoint": "http://c:4318"}, "list the peers of those that are set"),
     ({"networkPolicy_enabled": "true", "valkey_url": "redis://v"}, "list the peers of those that are set"),
     ({"networkPolicy_enabled": "true", "objectStore_url": "s3://b"}, "list the peers of those that are set"),
+    ({"networkPolicy_enabled": "true", **MOONCAKE}, "list the peers of those that are set"),
+    ({"mooncake_master": "m:1"}, "set versionsUrl (or objectStore.url or valkey.url)"),
+    ({"versionsUrl": "s3://b"}, "there is none; set mooncake.master or another, or empty it"),
+    ({**MOONCAKE, "objectStore_url": "s3://b"}, "already; empty it"),
+    ({**MOONCAKE, "valkey_url": "redis://v", "versionsUrl": "redis://w"}, "already; empty it"),
+    ({**MOONCAKE, "valkey_secretName": "s"}, "have no effect without valkey.url; set it, or empty them"),
+    ({**MOONCAKE, "versionsUrl": "redis://w", "objectStore_secretName": "s"}, "have no effect without objectStore.url"),
+    ({**MOONCAKE, "versionsUrl": "redis://w", "valkey_caSecretName": "s"}, "write valkeys:// or rediss://, or empty"),
+    ({**MOONCAKE, "flushSeconds": 60, "terminationGracePeriodSeconds": 70}, "end after it (63 seconds)"),
     ({"valkey_secretName": "s"}, "have no effect without valkey.url; set it, or empty them"),
     ({"valkey_caSecretName": "s"}, "have no effect without valkey.url; set it, or empty them"),
     ({"valkey_url": "valkey://v", "valkey_caSecretName": "s"}, "write valkeys:// or rediss://, or empty"),
     ({"objectStore_secretName": "s"}, "have no effect without objectStore.url; set it, or empty them"),
     ({"objectStore_insecure": "true"}, "have no effect without objectStore.url; set it, or empty them"),
-    ({"objectStore_url": "gs://b", "objectStore_region": "eu"}, "are for s3://, and objectStore.url=gs://b is not"),
+    ({"objectStore_url": "gs://b", "objectStore_region": "eu"}, "are for s3://, and gs://b is not"),
     ({"objectStore_url": "az://c"}, "objectStore.account is the storage account of an az:// URL; set both, or none"),
     ({"objectStore_url": "s3://b", "objectStore_account": "acct"}, "of an az:// URL; set both, or none"),
     ({**PLAIN, "objectStore_insecure": "false"}, "Write https://, or set objectStore.insecure=true"),
@@ -245,6 +257,11 @@ NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"objectStore_endpoint": "minio:9000"}, "endpoint"),
     ({"objectStore_account": "No-Name"}, "account"),
     ({"flags_valkey__url": "valkey://v"}, "valkey-url"),
+    ({"flags_mooncake__master": "m:1"}, "mooncake-master"),
+    ({"mooncake_master": "m"}, "master"),
+    ({"mooncake_master": "tcp://m:1"}, "master"),
+    ({"versionsUrl": "file:///srv"}, "versionsUrl"),
+    ({"versionsUrl": "s3://key:secret@b"}, "versionsUrl"),
 ]
 
 

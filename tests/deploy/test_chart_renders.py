@@ -101,7 +101,7 @@ def test_versions_are_the_programs() -> None:
     assert chart["appVersion"] == __version__
 
 
-@pytest.mark.parametrize("name", ["socket", "service", "sidecar", "remote"])
+@pytest.mark.parametrize("name", ["socket", "service", "sidecar", "remote", "mooncake"])
 def test_golden(name: str) -> None:
     """A render that was read by a person. After a meant change: `helm template`, as here, into the file."""
     text = rendered_text("--values", str(CHART / f"examples/{name}.yaml"), "--skip-tests")
@@ -155,7 +155,7 @@ def test_flags_are_the_servers_options_that_no_value_makes() -> None:
     own = {"--socket", "--socket-mode", "--socket-group", "--listen", "--insecure", "--allow-uid"}
     own |= {"--l1-size", "--arena-path", "--huge-pages", "--drain-ms", "--metrics-listen", "--otlp-endpoint"}
     own |= {"--disk-path", "--disk-size", "--flush-ms", "--valkey-url", "--valkey-ca", "--valkey-ttl-ms"}
-    own |= {"--object-store-url"}
+    own |= {"--object-store-url", "--mooncake-master", "--versions-url"}
     own |= {"--tls-cert", "--tls-key", "--tls-client-ca", "--access", "--health-listen"}
     made = {flag.removeprefix("--") for flag in own}
     settings = {name.replace("_", "-") for name in Settings.model_fields}
@@ -217,7 +217,10 @@ def test_what_waits_for_the_disk_fits_into_the_grace_period() -> None:
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 130
 
 
-@pytest.mark.parametrize("tier", [{"valkey_url": "redis://v"}, {"objectStore_url": "s3://b"}])
+MOONCAKE = {"mooncake_master": "m:50061", "versionsUrl": "s3://b/v"}
+
+
+@pytest.mark.parametrize("tier", [{"valkey_url": "redis://v"}, {"objectStore_url": "s3://b"}, MOONCAKE])
 def test_what_waits_for_a_shared_tier_fits_into_the_grace_period(tier: dict[str, str]) -> None:
     spec = of_kind(render(*values(flushSeconds=30, **tier)), "DaemonSet")["spec"]["template"]["spec"]
     assert "--flush-ms=30000" in spec["containers"][0]["args"]
@@ -260,10 +263,46 @@ def test_each_store_gets_its_own_keys(sets: dict[str, str], keys: set[str]) -> N
     assert faults(manifests) == []
 
 
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+@pytest.mark.parametrize(
+    ("url", "sets", "keys"),
+    [
+        (
+            "s3://b/v",
+            {"objectStore_secretName": "s"},
+            {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"},
+        ),
+        ("rediss://v", {"valkey_secretName": "s", "valkey_caSecretName": "ca"}, {"VALKEY_PASSWORD", "VALKEY_USERNAME"}),
+    ],
+)
+def test_a_mooncake_store_and_where_its_versions_lie(mode: str, url: str, sets: dict[str, str], keys: set[str]) -> None:
+    """The rendered flags are settings that go together, and who is let in to the versions is rendered, too."""
+    for _, container in servers(render(*values(mode=mode, mooncake_master="[::1]:50061", versionsUrl=url, **sets))):
+        flags = dict(arg.removeprefix("--").split("=", 1) for arg in container["args"])
+        told = ("mooncake-master", "versions-url", "valkey-ca")
+        settings = load_settings(**{name.replace("-", "_"): flags[name] for name in told if name in flags})
+        assert (settings.mooncake_master, settings.versions_url) == ("[::1]:50061", url)
+        assert (settings.valkey_ca is not None) == ("valkey_caSecretName" in sets)
+        assert {one["name"] for one in container["env"] if "valueFrom" in one} == keys
+        assert not {"valkey-url", "object-store-url"} & set(flags)
+
+
 def test_large_numbers_stay_whole() -> None:
     args = server("--values", str(CHART / "examples/tuned.yaml"))["args"]
     assert "--record-ms=1200000" in args and "--pin-share=0.4" in args and "--no-reflection" in args
     assert [flag for flag in args if flag.startswith("--quota")] == ["--quota=tenant-a=64GiB", "--quota=tenant-b=32GiB"]
+
+
+def test_only_one_container_sees_what_is_to_be_removed() -> None:
+    manifests = render(*values(arena_remove="true", arena_hostPath="/dev/shm/old", prepareFolders="false"))
+    spec = of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    (first,) = spec["initContainers"]
+    assert (first["name"], first["securityContext"]["runAsUser"]) == ("arena", 65532)
+    assert not any(one["name"] == "kvgrpc-arena" for one in spec["containers"][0]["volumeMounts"])
+    assert not any("--arena-path" in arg for arg in spec["containers"][0]["args"])
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "kvgrpc-arena"]
+    assert volume["hostPath"] == {"path": "/dev/shm/old", "type": "Directory"}
+    assert faults(manifests) == []
 
 
 def test_two_releases_share_no_folder_and_no_name() -> None:

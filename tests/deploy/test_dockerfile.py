@@ -39,6 +39,26 @@ def test_it_is_built_in_two_stages_and_runs_as_nobody() -> None:
     assert f"kvgrpc:{__version__}" in FILE.read_text()
 
 
+def test_the_image_has_what_mooncakes_library_loads_when_it_is_asked_for(tmp_path: Path) -> None:
+    (step,) = (line for line in stages()[1].all("RUN") if "libibverbs1" in line)
+    asked = tmp_path / "apt-get"
+    asked.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
+    asked.chmod(0o755)
+    step = step.replace("/var/lib/apt/lists", str(tmp_path / "lists"))
+    for extras, installs in (
+        ("", False),
+        ("[valkey]", False),
+        ("[mooncake-cpu,valkey]", True),
+        ("[mooncake-cuda]", True),
+    ):
+        (tmp_path / "said").write_text("")
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "EXTRAS": extras}
+        subprocess.run(["sh", "-ec", step], env=environment, check=True, timeout=10)
+        assert (
+            "--no-install-recommends libcurl4 libibverbs1 libnuma1" in (tmp_path / "said").read_text()
+        ) is installs, extras
+
+
 def sources() -> list[str]:
     """What the first stage copies out of the repository."""
     return [name for line in stages()[0].all("COPY") for name in line.split()[:-1]]

@@ -115,6 +115,28 @@ def test_the_arenas_file_stays_for_the_next_server_which_takes_it_over() -> None
         assert {path.name for path in file.parent.iterdir()} == {"l1", "l1.index", "l1.lock", "l1.versions"}
 
 
+def test_the_arenas_files_go_when_they_are_to_be_removed() -> None:
+    """By the next pod, as an upgrade makes it, and nothing else goes; a node that never had any is left as it is."""
+    with daemon(arena_persist="true") as (here, _, server):
+        folder = here.at("/dev/shm/kvgrpc-arena")
+        (folder / "somebody's").write_bytes(b"x")
+        assert server.terminate()[0] == 0
+        assert (folder / "l1").exists()
+        manifests = render(*values(**SMALL, arena_remove="true"))
+        spec = of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]
+        pod = Pod(here, "kvgrpc-next", spec)
+        pod.prepare()
+        assert [path.name for path in folder.iterdir()] == ["somebody's"]
+        with pod.started(pod.container("kvgrpc")) as after:
+            after.wait_started()
+            assert GOOD in said(test_pod(here, manifests))
+            assert after.terminate()[0] == 0
+        assert [path.name for path in folder.iterdir()] == ["somebody's"]
+    with node(manifests) as elsewhere:
+        Pod(elsewhere, "kvgrpc-first", spec).prepare()
+        assert list(elsewhere.at("/dev/shm/kvgrpc-arena").iterdir()) == []
+
+
 def test_what_was_stored_is_on_the_nodes_disk_for_the_next_server() -> None:
     with daemon(disk_size="64Mi") as (here, manifests, server):
         assert GOOD in said(test_pod(here, manifests))

@@ -19,6 +19,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import SpaceRef, Warmed, WritePolicy
 from kvgrpc.tiers.disk_files import file_bytes
 from kvgrpc.tiers.envelope import HEADER_BYTES
+from tests.e2e import crowds
 from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, TOKENS, DiskServer, engine
 from tests.e2e.harness import tokens_of
 from tests.e2e.test_field_untrusted import pickles
@@ -68,6 +69,16 @@ def test_thirty_kills_in_the_middle_of_writes(server: DiskServer) -> None:
             assert server.tier().used_bytes == server.bytes_on_disk() == len(server.files()) * FILE
             hits += sum(one.load(round_ * 4 + prompt) for prompt in range(4))
     assert hits > 0
+
+
+async def test_readers_get_their_own_while_others_write(tmp_path: Path) -> None:
+    """While the disk evicts, too."""
+    with contextlib.closing(DiskServer(tmp_path, disk_size=str(300 * file_bytes(crowds.SMALL_BYTES)))) as server:
+        await crowds.readers_get_their_own_while_others_write(server)
+
+
+async def test_lookups_at_once_lose_no_prefetch(server: DiskServer) -> None:
+    await crowds.lookups_at_once_lose_no_prefetch(server)
 
 
 def test_damaged_files_are_misses_and_go(server: DiskServer) -> None:

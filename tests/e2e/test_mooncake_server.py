@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import remote_server
+from tests.e2e import crowds, remote_server
 from tests.e2e.disk_server import CHUNKS, engine
 from tests.e2e.remote_server import RemoteServer
 from tests.served import wait_until
@@ -64,6 +64,19 @@ def test_memory_stays_bounded(server: RemoteServer) -> None:
 
 def test_under_constant_eviction_every_hit_is_right(server: RemoteServer) -> None:
     remote_server.under_constant_eviction_every_hit_is_right(server)
+
+
+async def test_readers_get_their_own_while_others_write(server: RemoteServer, store: Mooncake) -> None:
+    await crowds.readers_get_their_own_while_others_write(server, store)
+
+
+async def test_lookups_at_once_lose_no_prefetch(server: RemoteServer) -> None:
+    await crowds.lookups_at_once_lose_no_prefetch(server)
+
+
+@pytest.mark.timeout(120 + 40 * crowds.KILLS)
+async def test_kills_in_the_middle_of_writes(server: RemoteServer) -> None:
+    await crowds.kills_in_the_middle_of_writes(server)
 
 
 def test_aborted_lookups_give_everything_back(server: RemoteServer, store: Mooncake) -> None:

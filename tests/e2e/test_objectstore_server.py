@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import remote_server
+from tests.e2e import crowds, remote_server
 from tests.e2e.disk_server import CHUNKS, engine
 from tests.e2e.remote_server import RemoteServer
 from tests.tiers.stores import BUCKET, Moto, moto
@@ -70,6 +70,21 @@ def test_memory_stays_bounded(local: RemoteServer) -> None:
 
 def test_under_constant_eviction_every_hit_is_right(local: RemoteServer) -> None:
     remote_server.under_constant_eviction_every_hit_is_right(local)
+
+
+async def test_readers_get_their_own_while_others_write(server: RemoteServer, s3: Moto) -> None:
+    await crowds.readers_get_their_own_while_others_write(server, s3)
+
+
+@pytest.mark.usefixtures("s3")
+async def test_lookups_at_once_lose_no_prefetch(server: RemoteServer) -> None:
+    await crowds.lookups_at_once_lose_no_prefetch(server)
+
+
+@pytest.mark.usefixtures("s3")
+@pytest.mark.timeout(120 + 40 * crowds.KILLS)
+async def test_kills_in_the_middle_of_writes(server: RemoteServer) -> None:
+    await crowds.kills_in_the_middle_of_writes(server, large_mib=9)
 
 
 def test_deleted_behind_its_back(local: RemoteServer) -> None:

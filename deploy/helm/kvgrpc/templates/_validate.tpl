@@ -10,6 +10,9 @@
 {{- if $v.arena.persist -}}
 {{- fail "arena.persist: a sidecar's memory ends with its pod; set arena.persist=false, or mode=daemonset" -}}
 {{- end -}}
+{{- if $v.arena.remove -}}
+{{- fail "arena.remove: a sidecar has left no file on a node; set arena.remove=false, or mode=daemonset" -}}
+{{- end -}}
 {{- if $v.disk.size -}}
 {{- fail "disk.size: a sidecar's folders end with its pod; empty it, or set mode=daemonset" -}}
 {{- end -}}
@@ -65,14 +68,17 @@
 {{- if and $n.metricsFrom (not (and $n.enabled $m.enabled)) -}}
 {{- fail "networkPolicy.metricsFrom has no effect: set networkPolicy.enabled=true and metrics.enabled=true, or empty it" -}}
 {{- end -}}
-{{- $out := or $v.otlp.endpoint $v.valkey.url $v.objectStore.url -}}
+{{- $out := or $v.otlp.endpoint $v.mooncake.master $v.valkey.url $v.objectStore.url $v.versionsUrl -}}
 {{- if and $n.enabled $out (not $n.to) -}}
-{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint, valkey.url and objectStore.url; list the peers of those that are set (and the DNS server's) in networkPolicy.to" -}}
+{{- fail "networkPolicy.enabled without networkPolicy.to lets nothing out to otlp.endpoint, mooncake.master, valkey.url, objectStore.url and versionsUrl; list the peers of those that are set (and the DNS server's) in networkPolicy.to" -}}
 {{- end -}}
 {{- if and $n.to (not (and $n.enabled $out)) -}}
-{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, valkey.url or objectStore.url, or empty it" -}}
+{{- fail "networkPolicy.to has no effect: set networkPolicy.enabled=true and otlp.endpoint, mooncake.master, valkey.url or objectStore.url, or empty it" -}}
 {{- end -}}
 {{- include "kvgrpc.tiers.validate" . -}}
+{{- if and $v.arena.persist $v.arena.remove -}}
+{{- fail "arena.persist and arena.remove exclude each other: it is kept, or removed; set one of them" -}}
+{{- end -}}
 {{- if $v.l1.hugePages -}}
 {{- if $v.arena.persist -}}
 {{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
