@@ -94,11 +94,11 @@ def test_a_copy_and_a_lookup_that_never_began_have_an_end(server: FakeServer, ma
     assert scheduler.start()
     with standing_still(worker._loop):
         store = worker.store(tokens(32), BLOCKS, range=RANGE)
-    assert store.result(1) == (ChunkResult(0, 2, ChunkOutcome.FAILED, "SERVER_UNREACHABLE"),)
+    assert store.result(10) == (ChunkResult(0, 2, ChunkOutcome.FAILED, "SERVER_UNREACHABLE"),)
     with standing_still(scheduler._loop):
         assert scheduler.try_lookup("r1", tokens(32)) is None
         lookup = scheduler._queries["r1"].future
-    assert lookup.result(1).reason == "SERVER_UNREACHABLE"
+    assert lookup.result(10).reason == "SERVER_UNREACHABLE"
     assert not cache.asked("store") + cache.asked("lookup")
 
 
@@ -228,7 +228,7 @@ async def test_a_change_between_the_wait_and_its_begin_is_seen(folder: Path) -> 
     session = Session(AioClient(f"unix:{folder}/s"), Membership(ENGINE, Role.SCHEDULER, identity=IDENTITY))
     waiting = asyncio.ensure_future(session.wait_change())
     session._pulse()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 10)
 
 
 def test_a_server_that_was_never_attached_to_holds_no_blocks(
