@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ async def test_no_call_lasts_longer_than_the_servers_own_limit(tmp_path: Path) -
 
 async def test_session_that_comes_back_in_its_grace_is_the_same(tmp_path: Path) -> None:
     """A stream that broke and was opened again: registration, leases and calls are still there."""
-    async with local_server(tmp_path, limits=LIMITS) as server:
+    async with local_server(tmp_path, limits=replace(LIMITS, reattach_grace_ns=60 * S)) as server:
         engine = await server.engine(kv=TINY)
         tokens = tokens_of(1, TOKENS)
         await engine.store(tokens, BLOCKS)
