@@ -156,6 +156,21 @@ def test_a_callback_that_waits_for_its_own_client_is_told_so(
     assert said.result(5) == ["a callback of this client's futures must not wait for the client"] * 2
 
 
+def test_who_has_a_result_has_its_blocks_and_its_place(
+    server: FakeServer, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the client's own thread has gone on from where it gave the result."""
+    server.start()
+    client, held = make_worker(server.address, calls=1), threading.Event()
+    client.start()
+    monkeypatch.setattr(client, "_ended", lambda _: held.wait(10))
+    assert client.store(tokens(32), BLOCKS, range=RANGE).result(5) == STORED
+    assert client.blocks_in_flight() == frozenset()
+    another = client.store(tokens(32), BLOCKS, range=RANGE)
+    held.set()
+    assert another.result(5) == STORED
+
+
 # ---- close ----------------------------------------------------------------------------------------------------------
 
 
