@@ -214,9 +214,9 @@ class WorkerClient:
         """(KV group, block id) of all blocks that belong to the server. Raises ForkedProcessError in a forked child."""
         self._loop.check_process()
         with self._lock:
-            pending = list(self._pending.values())
+            in_flight = self._in_flight()
         return frozenset(
-            (group, block) for copy in pending for group, ids in enumerate(copy.request.blocks) for block in ids
+            (group, block) for copy in in_flight for group, ids in enumerate(copy.request.blocks) for block in ids
         )
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -248,10 +248,14 @@ class WorkerClient:
         with self._lock:
             if self._copies is None or self._closing:
                 return Reason.SERVER_UNREACHABLE
-            if len(self._pending) >= self._options.calls:
+            if len(self._in_flight()) >= self._options.calls:
                 return Reason.CALL_LIMIT
             self._pending[copy.request.call_id] = copy
             return self._copies.begin
+
+    def _in_flight(self) -> list[Copy]:
+        """Under the lock. Whoever waits for a result may have it before the copy is no longer pending."""
+        return [copy for copy in self._pending.values() if not copy.future.done()]
 
     def _ended(self, call_id: int) -> None:
         with self._lock:

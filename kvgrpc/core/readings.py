@@ -52,11 +52,8 @@ class Reading:
         self._open: Chunk | None = None
         self._rank, self._bit = reader.kv_rank, job.lease.bit(reader)
         self._first, self.at, self._end = places.start, places.start, places.stop
-
-    @property
-    def order(self) -> str:
-        """How the runs of the objects follow each other, once one is open."""
-        return self._job.space.facts.forms[self._rank][0].order
+        self.order = ""
+        """How the runs of the object that is open follow each other: the form may change while its bytes are copied."""
 
     def open_next(self) -> Slot | None:
         """The slot of chunk ``at``, pinned until ``done`` or ``close``; None when there is no more to read."""
@@ -69,7 +66,7 @@ class Reading:
             return None
         self._index.pin((chunk,))
         self._leases.reading.append(chunk)
-        self._open = chunk
+        self._open, self.order = chunk, job.space.facts.forms[self._rank][0].order
         return chunk.slots[self._rank]
 
     def done(self, now: int) -> None:

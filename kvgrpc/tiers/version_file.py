@@ -32,10 +32,16 @@ class UnreadableVersionsError(Exception):
 def load(path: Path) -> Versions | None:
     """What was saved last; None when nothing ever was. Raises UnreadableVersionsError, OSError."""
     try:
-        raw = path.read_bytes()
+        with open(path, "rb", opener=_without_waiting) as file:
+            raw = file.read()
     except FileNotFoundError:
         return None
     return decode(raw, str(path))
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """Also for what is no file: a pipe would never be opened."""
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def decode(raw: bytes, where: str) -> Versions:

@@ -81,7 +81,7 @@ class IndexFile:
         self._number = 0
         self._forms: dict[Form, int] = {}
         self.objects = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._fd = os.open(self._aside, flags, 0o600)
         told = {"format": FORMAT, **asdict(head), "arena": head.arena.hex()}
         self._write([self._frame(HEAD, json.dumps(told).encode())])

@@ -28,9 +28,9 @@ def test_children_are_refused_at_once_and_the_parent_goes_on(server: FakeServer,
     for child in report["children"]:
         assert child["said"] == ["refused"] * 7
         assert child["sockets"] == 0, "the parent's connections are let go"
-        assert child["seconds"] < 5
+        assert child["seconds"] < 15
     assert report["parent"] == {"version": "fake", "hit_tokens": 32, "stored": 2, "attached": True}
-    assert report["seconds"] < 5
+    assert report["seconds"] < 15
     assert (report["fresh"], report["fresh_codes"]) == ([{"said": ["ok fake"]}], [0]), "a spawned process is its own"
 
 
@@ -42,7 +42,7 @@ def test_a_forked_child_does_not_keep_its_dead_parents_session(server: FakeServe
         child = int(parent.stdout.readline())
         try:
             assert parent.wait(10) == -signal.SIGKILL
-            assert wait_until(lambda: not cache.streams) < 1
+            assert wait_until(lambda: not cache.streams) < 5
             os.kill(child, 0)  # it still lives
         finally:
             os.kill(child, signal.SIGKILL)

@@ -94,11 +94,11 @@ def test_a_copy_and_a_lookup_that_never_began_have_an_end(server: FakeServer, ma
     assert scheduler.start()
     with standing_still(worker._loop):
         store = worker.store(tokens(32), BLOCKS, range=RANGE)
-    assert store.result(1) == (ChunkResult(0, 2, ChunkOutcome.FAILED, "SERVER_UNREACHABLE"),)
+    assert store.result(10) == (ChunkResult(0, 2, ChunkOutcome.FAILED, "SERVER_UNREACHABLE"),)
     with standing_still(scheduler._loop):
         assert scheduler.try_lookup("r1", tokens(32)) is None
         lookup = scheduler._queries["r1"].future
-    assert lookup.result(1).reason == "SERVER_UNREACHABLE"
+    assert lookup.result(10).reason == "SERVER_UNREACHABLE"
     assert not cache.asked("store") + cache.asked("lookup")
 
 
@@ -154,6 +154,21 @@ def test_a_callback_that_waits_for_its_own_client_is_told_so(
     waiting = [scheduler.close, lambda: scheduler.lookup("r1", tokens(32))]
     scheduler._loop.post(lambda: said.set_result([told(act) for act in waiting]))
     assert said.result(5) == ["a callback of this client's futures must not wait for the client"] * 2
+
+
+def test_who_has_a_result_has_its_blocks_and_its_place(
+    server: FakeServer, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the client's own thread has gone on from where it gave the result."""
+    server.start()
+    client, held = make_worker(server.address, calls=1), threading.Event()
+    client.start()
+    monkeypatch.setattr(client, "_ended", lambda _: held.wait(10))
+    assert client.store(tokens(32), BLOCKS, range=RANGE).result(5) == STORED
+    assert client.blocks_in_flight() == frozenset()
+    another = client.store(tokens(32), BLOCKS, range=RANGE)
+    held.set()
+    assert another.result(5) == STORED
 
 
 # ---- close ----------------------------------------------------------------------------------------------------------
@@ -228,7 +243,7 @@ async def test_a_change_between_the_wait_and_its_begin_is_seen(folder: Path) -> 
     session = Session(AioClient(f"unix:{folder}/s"), Membership(ENGINE, Role.SCHEDULER, identity=IDENTITY))
     waiting = asyncio.ensure_future(session.wait_change())
     session._pulse()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 10)
 
 
 def test_a_server_that_was_never_attached_to_holds_no_blocks(

@@ -135,7 +135,7 @@ def test_copies_before_the_start_fail_and_are_not_remembered(server: FakeServer,
     server.start()
     client = make_worker(server.address, calls=2)
     for _ in range(4):
-        refused = client.store(tokens(32), BLOCKS, range=RANGE).result(1)
+        refused = client.store(tokens(32), BLOCKS, range=RANGE).result(10)
         assert refused == (ChunkResult(0, 1, ChunkOutcome.FAILED, "SERVER_UNREACHABLE"),)
     assert client.blocks_in_flight() == frozenset()
     assert client.start()

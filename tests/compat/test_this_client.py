@@ -133,7 +133,7 @@ async def test_what_came_later_is_refused_at_once(version: str, tmp_path: Path) 
             with pytest.raises(Refusal) as refused:
                 await ask(client)
             assert refused.value.reason is Reason.INTERNAL and "UNIMPLEMENTED" in refused.value.message, method
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < 10
             assert then.unknown[-1].endswith(f"/{method}")
         assert (await client.get_status()).chunks == 0, "the connection is as good as before"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -118,7 +119,8 @@ async def test_more_block_ids_than_any_call_needs_are_refused(tmp_path: Path) ->
 
 
 async def test_a_retrieve_finds_its_way_through_many_waiting_stores(tmp_path: Path) -> None:
-    """300 waiting Stores of 8192 blocks: choosing the next call never stops the loop."""
+    """300 waiting Stores of 8192 blocks: choosing the next call never stops the loop. What counts is what the loop's
+    thread does between two of its turns: a machine with other work may keep it waiting for longer."""
     limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, slice_bytes=64)
     async with local_server(tmp_path, limits=limits) as server:
         engine = await server.engine(kv=TINY, block_size=1, num_blocks=1 << 20)
@@ -136,10 +138,10 @@ async def test_a_retrieve_finds_its_way_through_many_waiting_stores(tmp_path: Pa
             request = engine.retrieve_request(hit.job_id, target)
             retrieve = asyncio.ensure_future(engine.worker.retrieve(request, timeout_s=600))
             await until(lambda: server.book.counts().calls_in_flight == 302, 60)
-            longest, last = 0.0, asyncio.get_running_loop().time()
+            longest, last = 0.0, time.thread_time()
         while not retrieve.done():
             await asyncio.sleep(0.002)
-            now = asyncio.get_running_loop().time()
+            now = time.thread_time()
             longest, last = max(longest, now - last), now
         assert server.book.counts().calls_in_flight > 250, "it went before nearly all of them"
         assert engine.image.wrong_tokens(target) == []
@@ -178,7 +180,7 @@ async def test_retention_is_one_hold_a_chunk(tmp_path: Path) -> None:
         for _ in range(3):
             await operator.clear(api.ClearTarget(all=True))
             await engine.store(tokens_of(1, CHUNK), BLOCKS[:4], policy=wish)
-        await until(lambda: len(server.book.holds.retained) == 1, 3)
+        await until(lambda: len(server.book.holds.retained) == 1)
         assert server.book.arena_status().held_bytes == held
 
 

@@ -190,7 +190,7 @@ def test_a_clear_that_cannot_be_kept_says_so(server: DiskServer) -> None:
         assert one.load(1) == 0
 
 
-@pytest.mark.parametrize("how", ["damaged", "gone"])
+@pytest.mark.parametrize("how", ["damaged", "gone", "a pipe"])
 def test_without_its_versions_nothing_old_is_found(server: DiskServer, how: str) -> None:
     server.start()
     with engine(server.address) as one:
@@ -201,6 +201,8 @@ def test_without_its_versions_nothing_old_is_found(server: DiskServer, how: str)
         versions.unlink()
         if how == "damaged":
             versions.write_bytes(b"x")
+        elif how == "a pipe":
+            os.mkfifo(versions)
         server.start()
         one.wait_back()
         assert one.load(1) == 0

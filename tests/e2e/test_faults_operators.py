@@ -54,7 +54,7 @@ async def test_drain_engine(tmp_path: Path) -> None:
         started = time.monotonic()
         assert not await admin.drain_engine(fingerprint(engine.engine_id))
         assert not await admin.drain_engine(engine.engine_id, 100), "a copy of it runs"
-        assert 0.1 <= time.monotonic() - started < 5
+        assert time.monotonic() - started >= 0.1
         for stream in engine.streams:
             await until(lambda stream=stream: stream.events[-1].draining, 5, "the news of the drain")
         assert (await refused(polling))[:2] == ("NOT_FOUND", "JOB_UNKNOWN")
@@ -100,7 +100,7 @@ async def test_end_of_a_request_wakes_who_waits_for_it(tmp_path: Path) -> None:
         started = time.monotonic()
         await engine.scheduler.end_request(engine.engine_id, "r")
         assert (await refused(polling))[:2] == ("NOT_FOUND", "JOB_UNKNOWN")
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 10
 
 
 # ---- Pin and Unpin --------------------------------------------------------------------------------------------------
@@ -253,10 +253,10 @@ async def test_status_adds_up_and_survives_a_sick_tier(tmp_path: Path) -> None:
         await engine.free(LookupAnswer(pending.job_id, done))
 
 
-@pytest.mark.parametrize("wait_ms", [0, 200])
+@pytest.mark.parametrize("wait_ms", [0, 20_000])
 async def test_drain_of_an_idle_engine_is_done_at_once(tmp_path: Path, wait_ms: int) -> None:
     async with local_server(tmp_path, l1_bytes=L1_BYTES, limits=LIMITS) as server:
         engine = await server.engine(kv=TINY)
         started = time.monotonic()
         assert await (await server.admin()).drain_engine(engine.engine_id, wait_ms)
-        assert time.monotonic() - started < 0.15
+        assert time.monotonic() - started < 10

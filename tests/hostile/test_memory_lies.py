@@ -31,11 +31,11 @@ def test_more_memory_than_there_is() -> None:
             reason, sentence = liar.do("problem")
             size = os.stat(f"/dev/shm/{liar.facts.memory}").st_size
             assert (reason, str(size) in sentence, "offset_bytes + size_bytes" in sentence) == ("MEMORY", True, True)
-            until(lambda liar=liar: server.memory_of(liar) == 0, 1, "the end of an attempt to map it")
+            until(lambda liar=liar: server.memory_of(liar) == 0, what="the end of an attempt to map it")
             liar.kill()
         assert good.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
         until(lambda: server.counts() == before, what="the end of all liars")
-        until(lambda: len(server.files()) <= files, 1, "the end of all descriptors")
+        until(lambda: len(server.files()) <= files, what="the end of all descriptors")
         assert len(server.maps()) <= maps + 32
         server.assert_well()
 
@@ -51,7 +51,7 @@ def test_memory_that_may_only_be_read() -> None:
             until(lambda closed=closed: closed.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
             reason, sentence = closed.do("problem")
             assert reason == "MEMORY" and "cannot be opened for reading and writing: Permission denied" in sentence
-            until(lambda closed=closed: server.memory_of(closed) == 0, 1, "the end of an attempt to map it")
+            until(lambda closed=closed: server.memory_of(closed) == 0, what="the end of an attempt to map it")
             closed.kill()
         engine = server.engine(uid=uid)
         for prompt, direction in enumerate(("STORE", "RETRIEVE") * 5):

@@ -53,7 +53,7 @@ def test_shared_memory_is_full() -> None:
         assert engine.do("ended", "store") == STORED
         assert engine.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
         rounds, longest_s = other.stop_traffic()
-        assert rounds > 10 and longest_s < 2
+        assert rounds > 10 and longest_s < 4
         assert witness.do("load", 30, CHUNKS, BLOCKS) == CHUNKS
         server.assert_well(apart_from="the arena's index cannot be written")
 
@@ -124,7 +124,7 @@ def test_memory_without_pages_beyond_the_limit() -> None:
             until(lambda: hollow.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
             reason, sentence = hollow.do("problem")
             assert (reason, "have no pages yet" in sentence) == ("MEMORY", True), sentence
-            until(lambda: server.memory_of(hollow) == 0, 1, "the end of an attempt to map it")
+            until(lambda: server.memory_of(hollow) == 0, what="the end of an attempt to map it")
             hollow.kill()
             small = server.stranger(num_blocks=2048, **facts)
             small.do("punch")

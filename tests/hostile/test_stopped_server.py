@@ -33,8 +33,8 @@ from tests.kvdata import LAYERS_OUTERMOST, MHA, Image
 from tests.served import stop
 
 DEADLINE_S = 0.5
-SLACK_S = 0.5
-"""What two busy cores may add until the caller runs again."""
+SLACK_S = 2.0
+"""What a busy machine may add until the caller runs again."""
 STORMS = 30
 CALLS = 16
 CHUNKS = 4
@@ -105,7 +105,7 @@ def test_lookups_of_an_engine_are_misses_within_their_time() -> None:
             assert engine.do("lookup", prompt, 8, 0.2)[1:] == (0, b"", "DEADLINE")
             assert time.monotonic() - began < 0.2 + SLACK_S
         server.served.process.send_signal(signal.SIGCONT)
-        until(lambda: engine.do("lookup", 99, 8, 1.0)[3] == "", 5, "an answer")
+        until(lambda: engine.do("lookup", 99, 8, 1.0)[3] == "", 10, "an answer")
         server.assert_well()
 
 
@@ -136,12 +136,12 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
             server.served.process.send_signal(signal.SIGCONT)
             until(
                 lambda: server.calls_of(engine) == len(engine.do("pending")) <= SLICES_AHEAD,
-                5,
+                10,
                 "the end of all copies but the one in the middle and one that waits behind it",
             )
             held = engine.do("pending")
             hold.release()
-            ended = engine.do("settled", 5)
+            ended = engine.do("settled", 10)
             torn = ("TORN" if direction == "RETRIEVE" else "FAILED", "DEADLINE")
             assert any(torn in ended[name] for name in held)
             assert engine.do("dead_canaries") == []
@@ -191,7 +191,7 @@ def test_server_that_dies_while_it_stands_still() -> None:
             waiting = engine.do("pending")
             process.kill()
             process.wait()
-            ended = engine.do("settled", 5)
+            ended = engine.do("settled", 10)
             assert {outcome for key in waiting for outcome in ended[key]} <= {
                 ("FAILED", "DEADLINE"),
                 ("TORN", "DEADLINE"),

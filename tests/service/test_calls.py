@@ -97,7 +97,7 @@ async def test_the_session_is_closed_when_the_stream_breaks(world: World, stubs:
         stream.cancel()
     else:
         await stubs.channel.close()
-    await until(lambda: world.cache.streams_open == 0, seconds=1)
+    await until(lambda: world.cache.streams_open == 0)
 
 
 async def test_the_session_of_a_peer_that_reads_nothing_is_closed_when_it_leaves(world: World, stubs: Stubs) -> None:
@@ -110,7 +110,7 @@ async def test_the_session_of_a_peer_that_reads_nothing_is_closed_when_it_leaves
     await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 5)
     assert events.qsize() > 0
     await stubs.channel.close()
-    await until(lambda: world.cache.streams_open == 0, seconds=1)
+    await until(lambda: world.cache.streams_open == 0)
 
 
 async def test_a_refused_attach_carries_details(world: World, stubs: Stubs) -> None:

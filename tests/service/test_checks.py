@@ -75,7 +75,7 @@ async def test_without_a_client_id_nothing_reaches_the_cache(world: World, stubs
 
 
 async def test_a_call_without_a_deadline_gets_the_default(world: World) -> None:
-    stubs = Stubs(world.channel(await world.start(deadline_s=0.2, copy_deadline_s=0.6)))
+    stubs = Stubs(world.channel(await world.start(deadline_s=0.2, copy_deadline_s=2.0)))
     world.cache.hold |= {"lookup", "retrieve"}
     start = time.monotonic()
     details = await refused(stubs.cache.Lookup(asks.lookup(), metadata=METADATA))
@@ -84,7 +84,7 @@ async def test_a_call_without_a_deadline_gets_the_default(world: World) -> None:
     details = await refused(stubs.cache.Retrieve(asks.retrieve(), metadata=METADATA))
     long_s = time.monotonic() - start - short_s
     assert (details.code, details.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-    assert 0.2 <= short_s < 0.6 <= long_s < 2
+    assert 0.2 <= short_s < 2.0 <= long_s < 20
     assert world.cache.cancelled == ["lookup", "retrieve"]
 
 
@@ -101,7 +101,7 @@ async def test_a_long_poll_gets_its_wait_on_top(world: World) -> None:
     start = time.monotonic()
     details = await refused(stubs.cache.QueryPrefetchStatus(asks.query(wait_ms=400), metadata=METADATA))
     assert details.reason == "DEADLINE"
-    assert 0.5 <= time.monotonic() - start < 2
+    assert 0.5 <= time.monotonic() - start < 10
 
 
 async def test_a_deadline_of_the_client_is_its_own(world: World) -> None:
@@ -129,7 +129,7 @@ async def test_the_clients_deadline_reaches_the_cache_as_a_cancel(world: World, 
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await stubs.cache.Store(asks.store(), metadata=METADATA, timeout=0.2)
     assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: world.cache.cancelled == ["store"], seconds=1)
+    await until(lambda: world.cache.cancelled == ["store"])
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -141,7 +141,7 @@ async def test_a_cancel_reaches_the_cache(world: World, stubs: Stubs, how: str) 
         call.cancel()
     else:
         await stubs.channel.close()
-    await until(lambda: world.cache.cancelled == ["retrieve"], seconds=1)
+    await until(lambda: world.cache.cancelled == ["retrieve"])
 
 
 async def test_abandoned_calls_leave_nothing_behind(world: World) -> None:
@@ -151,7 +151,7 @@ async def test_abandoned_calls_leave_nothing_behind(world: World) -> None:
     for _ in range(25):
         calls = [stubs.cache.Retrieve(asks.retrieve(), metadata=METADATA, timeout=0.02) for _ in range(4)]
         await asyncio.gather(*(call.code() for call in calls))
-        await until(lambda: server.traffic.limited_calls == 0, seconds=1)
+        await until(lambda: server.traffic.limited_calls == 0)
         assert await stubs.cache.Lookup(asks.lookup(), metadata=METADATA, timeout=1)
     assert server.traffic.holding_calls == 0
 

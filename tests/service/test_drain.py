@@ -36,7 +36,7 @@ async def test_a_drain_from_its_begin_to_its_end(world: World) -> None:
     await until(lambda: "retrieve" in world.cache.entered)
 
     drain = asyncio.ensure_future(server.drain())
-    assert (await asyncio.wait_for(session.read(), 2)).draining.reason
+    assert (await asyncio.wait_for(session.read(), 10)).draining.reason
 
     statuses = {
         name: (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
@@ -68,11 +68,11 @@ async def test_a_drain_from_its_begin_to_its_end(world: World) -> None:
     assert world.cache.streams_open == 1
     world.cache.released.set()
     assert len((await running).results) == 2
-    await asyncio.wait_for(drain, 3)
+    await asyncio.wait_for(drain, 10)
     assert await session.read() is grpc.aio.EOF
     assert world.cache.streams_open == 0
     assert not world.socket.exists()
-    await asyncio.wait_for(server.wait(), 1)
+    await asyncio.wait_for(server.wait(), 10)
 
 
 async def test_an_idle_server_drains_at_once_whoever_is_attached_or_polls(world: World) -> None:
@@ -85,7 +85,7 @@ async def test_an_idle_server_drains_at_once_whoever_is_attached_or_polls(world:
     await until(lambda: "query" in world.cache.entered)
     start = time.monotonic()
     await server.drain()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert (await session.read()).draining.reason
     with pytest.raises(grpc.aio.AioRpcError):
         await poll
@@ -99,7 +99,7 @@ async def test_calls_that_outlive_the_drain_time_are_cancelled(world: World) -> 
     await until(lambda: "store" in world.cache.entered)
     start = time.monotonic()
     await server.drain(0.3)
-    assert 0.3 <= time.monotonic() - start < 4
+    assert 0.3 <= time.monotonic() - start < 10
     with pytest.raises(grpc.aio.AioRpcError):
         await running
     assert world.cache.cancelled == ["store"]
@@ -166,7 +166,7 @@ async def test_a_second_signal_stops_at_once(world: World) -> None:
         assert child.returncode is None
         child.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(child.wait(), 10) == 0
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 15
         with pytest.raises(grpc.aio.AioRpcError):
             await running
 

@@ -80,7 +80,8 @@ async def latencies(engine: Engine, count: int) -> list[float]:
 @pytest.mark.parametrize("kind", ["refused", "silent"])
 async def test_slow_lookups_are_no_slower(kind: str):
     """The 99th percentile with the collector and without, of two servers that are asked in turns, so that whatever else
-    the machine does meets both. The bound is loose: it finds a call that waits, and no cost of spans."""
+    the machine does meets both. The bound is loose: it finds calls that wait for the collector, whose
+    timeout is seconds, and no cost of spans."""
     with address_of(kind) as address:
         flags = ("--otlp-endpoint", address, "--trace-share", "1", "--otlp-interval-ms", "200")
         async with watched() as without, watched(*flags) as dead:
@@ -97,4 +98,4 @@ async def test_slow_lookups_are_no_slower(kind: str):
     print(
         f"p99 of {len(taken['dead'])} lookups: {usual_s * 1e3:.2f} ms without, {beside_s * 1e3:.2f} ms with a dead one"
     )
-    assert beside_s < 3 * usual_s + 0.005
+    assert beside_s < 3 * usual_s + 0.1

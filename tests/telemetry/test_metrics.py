@@ -16,7 +16,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Policy, Reader, Role, SpaceRef, TokenRange
 from kvgrpc.service.calls import RULES
 from kvgrpc.status import REASON_CODES
-from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of
+from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of, until
 from tests.e2e.written import chunks_of, writing
 from tests.telemetry.watched import Watched, watched
 
@@ -122,6 +122,8 @@ async def test_every_series_is_there_from_the_first_scrape_and_moves_with_its_ca
     async with watched() as server:
         first = server.scrape()
         await every_call(server)
+        ended = "grpc_server_call_duration_seconds_count"
+        await until(lambda: len({name.split(",")[0] for name in server.moved(first, ended)}) == len(RULES))  # streams
         after = server.scrape()
         new = {name for name in after if name not in first}
         assert {dict(labels)["grpc_status"] for _, labels in new} <= {"CANCELLED"}  # how every stream ends
@@ -131,7 +133,7 @@ async def test_every_series_is_there_from_the_first_scrape_and_moves_with_its_ca
         calls = dict.fromkeys((path[1:] for path in RULES), 1.0)
         calls["kvgrpc.v1.EngineService/Attach"] = 2  # worker and scheduler
         assert started == calls
-        seconds = server.moved(first, "grpc_server_call_duration_seconds_count")
+        seconds = server.moved(first, ended)
         assert {name.split(",")[0] for name in seconds} == set(calls)
 
 

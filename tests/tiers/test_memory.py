@@ -99,7 +99,7 @@ async def test_delay_is_waited_for(tier: MemoryTier) -> None:
     tier.delay_s = 0.05
     started = time.monotonic()
     await asyncio.gather(*(read(tier, object) for _ in range(20)))
-    assert 0.04 <= time.monotonic() - started < 1
+    assert 0.04 <= time.monotonic() - started < 0.95, "reads wait beside each other"
 
 
 async def test_told_fault_hits_every_call_and_writes_leave_nothing(tier: MemoryTier) -> None:

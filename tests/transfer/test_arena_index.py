@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def test_frames_of_another_run_do_not_pass(tmp_path: Path) -> None:
         read_index(tmp_path / "new", HEAD.arena)
     with pytest.raises(IndexDamagedError, match="another arena"):
         read_index(tmp_path / "old", b"b" * 16)
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "index.new")
+    with pytest.raises(OSError):
+        IndexFile(tmp_path / "index", HEAD)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_delay_is_slept_once_a_slice(mover: MemoryMover) -> None:
     mover.delay_s = 0.05
     started = time.monotonic()
     mover.copy(retrieve((3, 1), (2, 0)))
-    assert 0.05 <= time.monotonic() - started < 1
+    assert 0.05 <= time.monotonic() - started < 10
 
 
 def test_it_records_what_it_was_asked_for(mover: MemoryMover) -> None:
