@@ -211,13 +211,11 @@ def test_content_that_cannot_be_sent_is_the_callers_error(server: FakeServer, ma
 def test_no_server_is_a_miss_until_it_appears(server: FakeServer, make_scheduler: MakeScheduler) -> None:
     client = make_scheduler(server.address)
     assert not client.start(wait_s=0.1)
-    times: list[float] = []
     for i in range(100):
         start = time.perf_counter()
         assert client.lookup(f"r{i}", tokens(32)).hit_tokens == 0
         assert client.try_lookup(f"t{i}", tokens(32)) is not None
-        times.append(time.perf_counter() - start)
-    assert sorted(times)[90] < 0.1 and sum(times) < 10
+        assert time.perf_counter() - start < 0.2
     server.start()
     took_s = wait_until(lambda: client.lookup("again", tokens(32)).hit_tokens == 32)
     assert took_s < 5
@@ -234,15 +232,15 @@ def test_a_frozen_server_costs_three_bounded_waits_and_then_nothing(
         for i in range(3):
             start = time.perf_counter()
             assert client.lookup(f"r{i}", tokens(32), timeout_s=0.2).hit_tokens == 0
-            assert 0.15 < time.perf_counter() - start < 5
-        wait_until(lambda: client.lookup("open?", tokens(32)).reason == "BREAKER_OPEN")
+            assert 0.15 < time.perf_counter() - start < 1.0
+        wait_until(lambda: client.lookup("open?", tokens(32)).reason == "BREAKER_OPEN", 2)
         times: list[float] = []
         for i in range(100):
             start = time.perf_counter()
             client.lookup(f"s{i}", tokens(32))
             times.append(time.perf_counter() - start)
         # the breaker lets one caller try every second or more; it waits its 200 ms
-        assert sorted(times)[80] < 0.005
+        assert sorted(times)[90] < 0.001
         time.sleep(1.5)  # so that the delay has doubled and the hang is longer than a lookup may take
         process.send_signal(signal.SIGCONT)
         took_s = wait_until(lambda: client.lookup(f"back {time.monotonic()}", tokens(32)).hit_tokens == 32)
@@ -317,7 +315,7 @@ def test_an_address_that_swallows_everything(make_scheduler: MakeScheduler) -> N
         assert not client.start(wait_s=0.1)
         start = time.perf_counter()
         assert client.lookup("r1", tokens(32)).hit_tokens == 0
-        assert time.perf_counter() - start < 3
+        assert time.perf_counter() - start < 0.3
 
 
 def test_a_restart_under_constant_lookups(server: FakeServer, make_scheduler: MakeScheduler) -> None:
@@ -331,11 +329,11 @@ def test_a_restart_under_constant_lookups(server: FakeServer, make_scheduler: Ma
         while time.monotonic() < end:
             start = time.perf_counter()
             client.lookup(f"down {start}", tokens(32), timeout_s=0.2)
-            assert time.perf_counter() - start < 3
+            assert time.perf_counter() - start < 0.4
             time.sleep(0.01)
         server.start()
         took_s = wait_until(lambda: client.lookup(f"up {time.monotonic()}", tokens(32)).hit_tokens == 32)
-        assert took_s < 5
+        assert took_s < 2
 
 
 def test_close_answers_what_waits_and_is_final(server: FakeServer, make_scheduler: MakeScheduler) -> None:

@@ -284,7 +284,9 @@ def test_a_dead_server_frees_the_blocks_and_a_frozen_one_does_not(folder: Path, 
         assert not client.blocks_in_flight()
 
 
-def test_a_killed_server_is_seen_soon_and_the_next_one_is_used(folder: Path, make_worker: MakeWorker) -> None:
+def test_a_killed_server_is_seen_within_a_second_and_the_next_one_is_used(
+    folder: Path, make_worker: MakeWorker
+) -> None:
     address = f"unix:{folder}/s"
     with fake_process(address, hold=True) as process:
         client = make_worker(address)
@@ -296,14 +298,14 @@ def test_a_killed_server_is_seen_soon_and_the_next_one_is_used(folder: Path, mak
         start = time.monotonic()
         assert store.result(10) == failed("SERVER_UNREACHABLE")
         assert load.result(10) == torn("SERVER_UNREACHABLE")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 1
         wait_until(lambda: not client.attached)
         assert client.store(tokens(32), BLOCKS, range=RANGE).result(10) == failed("SERVER_UNREACHABLE")
         process.wait()
     time.sleep(1.5)  # so that the reconnect back-off has grown
     with fake_process(address):
         took_s = wait_until(lambda: client.attached)
-        assert took_s < 5
+        assert took_s < 2
         assert client.store(tokens(32), BLOCKS, range=RANGE).result(5) == STORED
         assert client.close(timeout_s=5)
 
@@ -332,7 +334,9 @@ def test_over_tcp_the_next_server_or_refused_connections_tell(make_worker: MakeW
 # ---- session --------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_server_gets_the_registration_again_soon(server: FakeServer, make_worker: MakeWorker) -> None:
+def test_a_restarted_server_gets_the_registration_again_within_two_seconds(
+    server: FakeServer, make_worker: MakeWorker
+) -> None:
     server.start()
     client = make_worker(server.address)
     client.start()
@@ -340,7 +344,7 @@ def test_a_restarted_server_gets_the_registration_again_soon(server: FakeServer,
         server.stop()
         wait_until(lambda: not client.attached)
         cache = server.start()
-        assert wait_until(lambda: client.attached) < 5
+        assert wait_until(lambda: client.attached) < 2
         assert len(cache.asked("register")) == 1
         assert client.store(tokens(32), BLOCKS, range=RANGE).result(5) == STORED
 

@@ -123,7 +123,7 @@ async def test_watchdog_sees_a_copy_that_stands_still(tmp_path: Path) -> None:
         held = time.monotonic()
         assert await check(health, "liveness") == SERVING
         assert (await asyncio.wait_for(watch.read(), 15)).status == NOT_SERVING
-        assert 1.4 < time.monotonic() - held < 10
+        assert 1.4 < time.monotonic() - held < 5
         assert await check(health, "liveness") == NOT_SERVING
         assert await check(health, "readiness") == SERVING
         assert outcomes(await other.store(tokens_of(2, TOKENS), BLOCKS)) == ["STORED"] * CHUNKS
@@ -195,7 +195,7 @@ async def test_expired_retrieves_give_their_threads_back(tmp_path: Path) -> None
                 await engine.free(LookupAnswer(request.job_id, api.PrefetchStatus(True)))
             assert server.counts() == (0, 0, 0)
         assert percentile(times, 0.5) < 0.5
-        assert max(times) < 5.0, "on a busy machine"
+        assert max(times) < 1.0
         server.check()
 
 
@@ -218,7 +218,7 @@ TIER_LOOKUPS = 50
 
 async def test_tier_lookups_take_no_worker(tmp_path: Path) -> None:
     """Field report 35: a tier that takes 1 s, one thread for copies: 50 lookups answer at once, and another client's
-    store, retrieve and health are as quick as before, but for what else the machine does: who waits, waits for 1 s."""
+    store, retrieve and health are as quick as before."""
     tier = MemoryTier()
     limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=1024, prefetch_share=0.5)
     async with local_server(tmp_path, limits=limits, workers=1, tier=tier) as server, health_of(server) as health:
@@ -244,10 +244,10 @@ async def test_tier_lookups_take_no_worker(tmp_path: Path) -> None:
         answers = [await timed(asked, engine.lookup(prompt, prefetch_wait_ms=10_000)) for prompt in prompts]
         assert not any(answer.status.done for answer in answers)
         await work(busy, 30)
-        assert percentile(asked, 0.5) < 0.1
-        assert percentile(asked, 0.95) < 0.5
-        assert percentile(busy, 0.5) < 2 * percentile(idle, 0.5) + 0.1
-        assert percentile(busy, 0.95) < 2 * percentile(idle, 0.95) + 0.3
+        assert percentile(asked, 0.5) < 0.01
+        assert percentile(asked, 0.95) < 0.1
+        assert percentile(busy, 0.5) < 2 * percentile(idle, 0.5) + 0.005
+        assert percentile(busy, 0.95) < 2 * percentile(idle, 0.95) + 0.05
         for answer in answers:
             status = await engine.scheduler.query(engine.engine_id, answer.job_id, 10_000)
             assert status.hit_tokens == 2 * CHUNK
@@ -283,4 +283,4 @@ async def test_waiting_costs_less_than_polling(tmp_path: Path) -> None:
         polled, _ = await cost(poll)
         waits = [await cost(long_poll) for _ in range(3)]
         assert percentile([cpu for cpu, _ in waits], 0.5) <= polled / 10
-        assert percentile([late for _, late in waits], 0.5) < 0.2
+        assert percentile([late for _, late in waits], 0.5) < 0.05

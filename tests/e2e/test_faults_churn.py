@@ -152,8 +152,8 @@ def shared_memory_of(server: Served) -> int:
 
 
 async def test_everything_at_once_while_engines_are_killed() -> None:
-    """32 engines store, load, free, abort, register and reconnect; others are killed. Health never has a gap of two
-    seconds, no call is stuck, every byte is right, and at the end there is nothing left of any of them."""
+    """32 engines store, load, free, abort, register and reconnect; others are killed. Health never has a gap of a
+    second, no call is stuck, every byte is right, and at the end there is nothing left of any of them."""
     with serving(*FLAGS) as served:
         async with contextlib.AsyncExitStack() as stack, Nursery() as nursery, AioClient(served.address) as admin:
             server = remote(served.address, stack)
@@ -172,11 +172,11 @@ async def test_everything_at_once_while_engines_are_killed() -> None:
                 for number, engine in enumerate(mortals)
             ]
             # a stuck call would outlive this by far
-            await asyncio.wait_for(asyncio.gather(*(member.run(end) for member in members)), CHURN_S + 30)
+            await asyncio.wait_for(asyncio.gather(*(member.run(end) for member in members)), CHURN_S + 10)
             killed = sum(await asyncio.gather(*deaths))
             beats = await heartbeat.stop()
             assert beats.failures == 0
-            assert beats.longest_gap_s < 2.0
+            assert beats.longest_gap_s < 1.0
             assert len(beats.times) > CHURN_S / 0.1 / 2
 
             assert killed >= MORTALS * 3

@@ -33,10 +33,10 @@ TOKENS = CHUNKS * CHUNK
 BLOCKS = list(range(1, 65, 2))
 TARGET = list(range(128, 192, 2))
 LOOKUP_S = 0.2
-SLACK_S = 1.5
-"""What a busy machine may add to a deadline until the caller runs again."""
+SLACK_S = 0.3
+"""What two busy cores may add to a deadline until the caller runs again."""
 DOWN_S = 10.0
-BACK_S = 5.0
+BACK_S = 2.0
 ENGINE_ID = "engine-of-the-restart-tests"
 IDENTITY = SpaceIdentity("model", "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, "token-major:4:8:2")
 
@@ -173,9 +173,9 @@ def test_server_killed_and_started_again_under_a_client_that_looks_up(server: Re
         assert engine.store(tokens) == ["STORED"] * CHUNKS
         with contextlib.closing(Caller(engine.scheduler, tokens)) as caller:
             for number in range(3):
-                wait_until(lambda: caller.last.hit_tokens == TOKENS, 10)
+                wait_until(lambda: caller.last.hit_tokens == TOKENS, 5)
                 server.kill()
-                wait_until(lambda: caller.last.hit_tokens == 0, 10)
+                wait_until(lambda: caller.last.hit_tokens == 0, 5)
                 opened = server.start()
                 wait_until(lambda: engine.attached, BACK_S - (time.monotonic() - opened))
                 assert engine.worker.registration is not None
@@ -187,7 +187,7 @@ def test_server_killed_and_started_again_under_a_client_that_looks_up(server: Re
 
 
 def test_server_down_for_long(server: RestartedServer) -> None:
-    """Field report 47: many attempts while nobody listens; success within 5 s of the port being open, and what failed
+    """Field report 47: many attempts while nobody listens; success within 2 s of the port being open, and what failed
     is not stored twice."""
     tokens, stored = tokens_of(2, TOKENS), list[Future[tuple[ChunkResult, ...]]]()
     server.start()
@@ -206,7 +206,7 @@ def test_server_down_for_long(server: RestartedServer) -> None:
             time.sleep(0.1)
         assert attempts > 15
         for future in stored:
-            assert set(outcomes(future.result(10))) == {"FAILED"}
+            assert set(outcomes(future.result(0))) == {"FAILED"}
 
         opened = server.start()
         first_answer = reachable(operator)
@@ -231,14 +231,14 @@ def reachable(client: Client) -> float:
 
 def test_no_server_then_a_frozen_one_then_a_well_one(server: RestartedServer) -> None:
     """Field report 34: a miss within the set wait, then misses at once while the breaker is open; no exception; well
-    again within 10 s of the server's being so."""
+    again within 5 s of the server's being so."""
     tokens = tokens_of(3, TOKENS)
     with members(server.address) as engine:
         assert not engine.scheduler.start(0.1)
         assert not engine.worker.start(0.1)
-        assert timed_miss(engine, tokens, "no server") < 0.5
+        assert timed_miss(engine, tokens, "no server") < 0.05
         server.start()
-        wait_until(lambda: engine.attached, 10)
+        wait_until(lambda: engine.attached, 5)
         assert engine.store(tokens) == ["STORED"] * CHUNKS
 
         server.signal(signal.SIGSTOP)
@@ -246,7 +246,7 @@ def test_no_server_then_a_frozen_one_then_a_well_one(server: RestartedServer) ->
             assert timed_miss(engine, tokens, f"frozen-{number}") < LOOKUP_S + SLACK_S
         # a trial call of the half-open breaker may take its full time
         quick = sorted(timed_miss(engine, tokens, f"open-{number}") for number in range(50))
-        assert quick[25] < 0.005
+        assert quick[25] < 0.001
 
         server.signal(signal.SIGCONT)
         well = time.monotonic()
@@ -254,7 +254,7 @@ def test_no_server_then_a_frozen_one_then_a_well_one(server: RestartedServer) ->
             if engine.scheduler.lookup(f"well-{number}", tokens, timeout_s=LOOKUP_S).hit_tokens:
                 break
             time.sleep(0.02)
-        assert time.monotonic() - well < 10
+        assert time.monotonic() - well < 5
         engine.load("well", tokens)
 
 
@@ -292,9 +292,9 @@ def test_sigterm_lets_a_running_store_end() -> None:
         assert engine.scheduler.start(10)
         store = engine.worker.store(tokens, [BLOCKS])
         with Client(slow.address, "operator") as operator:
-            wait_until(lambda: operator.get_status().calls_in_flight == 1, 10)
+            wait_until(lambda: operator.get_status().calls_in_flight == 1, 5)
             slow.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: operator.get_status().draining, 10)
+            wait_until(lambda: operator.get_status().draining, 5)
             late: Any = engine.worker.store(tokens_of(7, TOKENS), [TARGET]).result(5)
             assert {(result.outcome.value, result.reason) for result in late} == {("FAILED", "SERVER_DRAINING")}
             missed = engine.scheduler.lookup("late", tokens)

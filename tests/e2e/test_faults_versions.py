@@ -126,12 +126,12 @@ async def test_unknown_values_are_refused_cleanly(server: LocalServer, channel: 
 
 @pytest.mark.parametrize("major", [0, 2, 4_294_967_295])
 async def test_wrong_major_version(server: LocalServer, major: int) -> None:
-    """Field report 10: FAILED_PRECONDITION that names both versions, soon."""
+    """Field report 10: FAILED_PRECONDITION that names both versions, within 1 s."""
     started = time.monotonic()
     client = server.client("stranger")
     with pytest.raises(Refusal) as refusal:
         await client.handshake(api.Hello(protocol_major=major, protocol_minor=3))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 1
     error = refusal.value.__context__
     assert isinstance(error, grpc.aio.AioRpcError)
     details = Details(error)
@@ -147,7 +147,7 @@ async def test_wrong_major_version(server: LocalServer, major: int) -> None:
     "uuid", ["GPU-8f6d2c1e-0a3b-4c5d-9e7f-112233445566", "MIG-3f1a5b70-9c2e-5d41-8a6b-99aabbccddee"]
 )
 async def test_cards_that_this_server_does_not_have(server: LocalServer, uuid: str) -> None:
-    """Field report 17, the part without a card: refused at once by a sentence with the card that was asked for; the
+    """Field report 17, the part without a card: refused within 1 s by a sentence with the card that was asked for; the
     server serves on, and so do clients with host memory."""
     neighbour, engine = await server.engine(kv=TINY), await server.engine(kv=TINY)
     await neighbour.store(tokens_of(1, CHUNK), BLOCKS[:4])
@@ -160,7 +160,7 @@ async def test_cards_that_this_server_does_not_have(server: LocalServer, uuid: s
     async with nothing_changes(server, neighbour, engine):
         started = time.monotonic()
         code, reason, field = await refused(engine.worker.register(request))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 1
         assert (code, reason, field) == ("UNIMPLEMENTED", "CUDA_UNSUPPORTED", "memory[0].cuda")
         with pytest.raises(Refusal, match=uuid):
             await engine.worker.register(request)
