@@ -24,6 +24,8 @@ from tests.hostile.room import join_mounts
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
+NOT_REFUSED = ("", "SERVER_UNREACHABLE", "DEADLINE")
+"""Problems of an engine that the server has not answered yet."""
 LIFE_S = 300
 """No engine outlives this, whatever becomes of its test."""
 

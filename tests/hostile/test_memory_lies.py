@@ -8,6 +8,7 @@ import random
 
 from tests.e2e.unprivileged import NOBODY
 from tests.hostile.engine import PER_CHUNK
+from tests.hostile.process import NOT_REFUSED
 from tests.hostile.stand import stand, until
 
 ROUNDS = 50
@@ -27,7 +28,7 @@ def test_more_memory_than_there_is() -> None:
             claim = chance.choice((2, 1000, 1_000_000))
             liar = server.stranger(claim=claim)
             assert not liar.do("start", 0.05)
-            until(lambda liar=liar: liar.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
+            until(lambda liar=liar: liar.do("problem")[0] not in NOT_REFUSED, 20)
             reason, sentence = liar.do("problem")
             size = os.stat(f"/dev/shm/{liar.facts.memory}").st_size
             assert (reason, str(size) in sentence, "offset_bytes + size_bytes" in sentence) == ("MEMORY", True, True)
@@ -48,7 +49,7 @@ def test_memory_that_may_only_be_read() -> None:
         for _ in range(5):
             closed = server.stranger(mode=0o400, uid=uid)
             assert not closed.do("start", 0.05)
-            until(lambda closed=closed: closed.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
+            until(lambda closed=closed: closed.do("problem")[0] not in NOT_REFUSED, 20)
             reason, sentence = closed.do("problem")
             assert reason == "MEMORY" and "cannot be opened for reading and writing: Permission denied" in sentence
             until(lambda closed=closed: server.memory_of(closed) == 0, what="the end of an attempt to map it")

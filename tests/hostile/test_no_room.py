@@ -11,6 +11,7 @@ from kvgrpc.config.memory import choose_l1_size
 from kvgrpc.config.settings import SettingsError
 from kvgrpc.transfer.room import available_memory
 from tests.hostile.engine import PER_CHUNK
+from tests.hostile.process import NOT_REFUSED
 from tests.hostile.room import can_mount, memory_group
 from tests.hostile.stand import refusal_of, stand, until
 from tests.kvdata import MHA, Kv
@@ -121,7 +122,7 @@ def test_memory_without_pages_beyond_the_limit() -> None:
             hollow = server.stranger(claim=claim)
             hollow.do("truncate", (claim + 3) * tensor_bytes)
             assert not hollow.do("start", 0.05)
-            until(lambda: hollow.do("problem")[0] not in ("", "SERVER_UNREACHABLE"), 5)
+            until(lambda: hollow.do("problem")[0] not in NOT_REFUSED, 20)
             reason, sentence = hollow.do("problem")
             assert (reason, "have no pages yet" in sentence) == ("MEMORY", True), sentence
             until(lambda: server.memory_of(hollow) == 0, what="the end of an attempt to map it")
