@@ -26,10 +26,11 @@ from kvgrpc.bench.suite import CARD_NAMES, NAMES, measure
 @click.option("--quick", is_flag=True, help="few repetitions: shows that all runs, says little of speed")
 @click.option("--strict", is_flag=True, help="exit with 1 when a goal is missed")
 def bench(what: str | None, json_path: Path | None, only: tuple[str, ...], quick: bool, strict: bool) -> None:
-    """Measure this machine: calls, lookups, copies, the core alone, starting; or, with GPU, copies of its card.
+    """Measure this machine: calls, lookups, copies.
 
-    Starts servers and clients of its own on private sockets and ends them. Needs 6 GiB of free memory. Each value is a
-    median over repetitions; ratios are taken between things that alternate in one run.
+    The core alone and starting, too; with GPU, copies of its card. Starts servers and clients of its own on private
+    sockets and ends them. Needs 6 GiB of free memory. Each value is a median over repetitions; ratios are taken between
+    things that alternate in one run.
     """
     known = CARD_NAMES if what == "gpu" else NAMES
     if strange := [name for name in only if name not in known]:

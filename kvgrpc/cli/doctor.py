@@ -16,10 +16,11 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red
 
 @click.command()
 def doctor() -> None:
-    """Look at this machine: cards, memory, limits; each line OK, WARN or FAIL, with what to do.
+    """Look at this machine: cards, memory, limits.
 
-    Takes some hundred MiB of each card for some seconds. Ends with 1 when anything fails. Run it where the server runs,
-    in the same container: what it may not see there, the server does not see either.
+    Each line is OK, WARN or FAIL, with what to do. Takes some hundred MiB of each card for some seconds. Ends with 1
+    when anything fails. Run it where the server runs, in the same container: what it may not see there, the server does
+    not see either.
     """
     findings: list[Finding] = []
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -28,7 +28,9 @@ NO_ANSWER = 3
     "--timeout-ms", type=click.IntRange(min=1), default=3000, show_default=True, help="for the whole question"
 )
 def healthcheck(name: str, address: str | None, timeout_ms: int, **credentials: str | None) -> None:
-    """Ask a server whether it serves NAME: liveness, readiness (the default) or a service's full name.
+    """Ask a server whether it serves, as probes do.
+
+    NAME is liveness, readiness (the default) or a service's full name.
 
     Exit codes: 0 it serves; 1 it answers that it does not (draining, or a copy that stands still); 2 the question is
     wrong; 3 no answer in time.

@@ -22,10 +22,10 @@ NO_QUOTA, NO_OWN = "none", "default"
 @click.argument("size", required=False)
 @connection_options
 def quota(salt: str, size: str | None, address: str | None, **credentials: str | None) -> None:
-    """Show what the tenant of SALT may hold in L1 and holds; with SIZE, set it.
+    """Show or set what one tenant may hold in L1.
 
-    SIZE is for example 16GiB, or "none" for no quota; what is too much goes at once. SALT '' stands for requests
-    without one. It lasts until the server ends.
+    The tenant is that of SALT. Without SIZE it is shown only. SIZE is for example 16GiB, or "none" for no quota; what
+    is too much goes at once. SALT '' stands for requests without one. It lasts until the server ends.
     """
     target = target_of(address)
     with told(target):
@@ -45,9 +45,10 @@ def quota(salt: str, size: str | None, address: str | None, **credentials: str |
 )
 @connection_options
 def write_policy(policy: str, model: str, address: str | None, **credentials: str | None) -> None:
-    """Set what is copied down to lower tiers, for what is stored from now on.
+    """Set what is copied down to lower tiers.
 
-    "default" takes a model's own policy away; without --model it is "through". It lasts until the server ends.
+    For what is stored from now on. "default" takes a model's own policy away; without --model it is "through". It lasts
+    until the server ends.
     """
     target = target_of(address)
     with told(target):

@@ -40,9 +40,9 @@ KEYS_THAT_END = b"qQ\x03\x04"
 @click.option("--interval-ms", type=click.IntRange(min=100), default=1000, show_default=True, help="between two looks")
 @click.option("--once", is_flag=True, help="print one frame, of two looks, and end")
 def top(address: str | None, interval_ms: int, once: bool, **credentials: str | None) -> None:
-    """Watch a server: traffic, hit rates, L1, tiers, leases and engines. q ends it.
+    """Watch a server: traffic, hit rates, memory, engines.
 
-    A server that goes away is said so and asked again until it is back.
+    Tiers and leases, too. q ends it. A server that goes away is said so and asked again until it is back.
     """
     target = target_of(address)
     if not once and not (sys.stdin.isatty() and sys.stdout.isatty()):

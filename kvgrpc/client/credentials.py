@@ -32,7 +32,7 @@ class Credentials:
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
-            raise ValueError("a client's certificate needs its key: give cert_file and key_file")
+            raise ValueError("a client's certificate and its key are of use together only: name both files")
 
     def uses_tls(self, address: Address) -> bool:
         return not address.is_unix and (address.tls or bool(self.ca_file or self.cert_file))

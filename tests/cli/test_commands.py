@@ -132,6 +132,13 @@ def test_a_command_that_is_mistyped_is_guessed():
     assert "No such command 'xyzzy'" in run("xyzzy").stderr
 
 
+def test_what_a_command_does_fits_a_terminal() -> None:
+    text = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+    commands = text.partition("Commands:\n")[2].splitlines()
+    assert len(commands) > 10
+    assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_measurements_of_the_other_kind_are_refused():
     assert "kvgrpc bench gpu" in run("bench", "--only", "gpu_calls").stderr
     assert run("bench", "gpu", "--only", "core").returncode == 2

@@ -45,11 +45,11 @@ class TorchMissingError(click.ClickException):
 @click.option("--address", metavar="ADDRESS", help="use a running server of this node instead of starting one")
 @click.option("--prompt-tokens", default=2112, show_default=True, type=click.IntRange(512, 16384), help="prompt length")
 def demo(address: str | None, prompt_tokens: int) -> None:
-    """Send a real transformer's KV cache through the service, from one process into another.
+    """Send a real transformer's KV cache through the service.
 
-    The first engine computes a prompt and stores its KV. The second, a fresh process, retrieves it, decodes, and then
-    computes everything itself: every byte, logit and token must be equal. Exit code 1 if anything differs or fails, 2
-    if torch is missing.
+    From one process into another: the first engine computes a prompt and stores its KV; the second, a fresh process,
+    retrieves it, decodes, and then computes everything itself: every byte, logit and token must be equal. Exit code 1
+    if anything differs or fails, 2 if torch is missing.
     """
     if importlib.util.find_spec("torch") is None:
         raise TorchMissingError

@@ -40,7 +40,10 @@ def size_of(text: str) -> int:
 
 @click.group()
 def trace() -> None:
-    """Record lookups and stores without their contents, and ask what another size of L1 would have found."""
+    """Record lookups and stores, and replay them.
+
+    Without their contents; a replay says what another size of L1 would have found.
+    """
 
 
 @trace.command()
