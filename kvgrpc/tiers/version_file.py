@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from xxhash import xxh3_128_hexdigest
 
 from kvgrpc.core.types import NO_VERSIONS, Versions
@@ -23,6 +24,8 @@ from kvgrpc.core.types import NO_VERSIONS, Versions
 log = structlog.get_logger(__name__)
 
 FORMAT = 1
+LOCK_S = 4.0
+"""How long another server may keep the file to itself: one that stands still must not stop this one."""
 
 
 class UnreadableVersionsError(Exception):
@@ -41,7 +44,7 @@ def load(path: Path) -> Versions | None:
 
 def _without_waiting(name: str, flags: int) -> int:
     """Also for what is no file: a pipe would never be opened."""
-    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def decode(raw: bytes, where: str) -> Versions:
@@ -98,16 +101,15 @@ def begin(path: Path) -> Versions:
     """What a server begins with. Where the last state is not to be had, a version that nobody ever used: then nothing
     old is found, but nothing stale either."""
     try:
-        versions = load(path)
+        try:
+            versions, lost = load(path), any(path.parent.glob("slot-*"))
+        except UnreadableVersionsError as error:
+            log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
+            versions, lost = None, True
         if versions is None:
-            versions = unused() if any(path.parent.glob("slot-*")) else NO_VERSIONS
+            versions = unused() if lost else NO_VERSIONS
             with _locked(path):
                 _write(path, versions)
-    except UnreadableVersionsError as error:
-        log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
-        versions = unused()
-        with _locked(path):
-            _write(path, versions)
     except OSError as error:
         log.warning("versions of spaces cannot be read; nothing older will be found", reason=str(error))
         versions = unused()
@@ -143,7 +145,7 @@ def save(path: Path, before: Versions, after: Versions) -> None:
 
 def _write(path: Path, versions: Versions) -> None:
     aside = path.with_suffix(".new")
-    with aside.open("wb") as file:
+    with open(aside, "wb", opener=_without_waiting) as file:
         file.write(encode(versions))
         file.flush()
         os.fsync(file.fileno())
@@ -157,10 +159,18 @@ def _write(path: Path, versions: Versions) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None, None, None]:
+    """Raises OSError, BlockingIOError where another server does not let go."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        for attempt in Retrying(
+            retry=retry_if_exception_type(BlockingIOError),
+            stop=stop_after_delay(LOCK_S),
+            wait=wait_fixed(0.01),
+            reraise=True,
+        ):
+            with attempt:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(fd)
