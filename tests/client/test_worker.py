@@ -284,9 +284,7 @@ def test_a_dead_server_frees_the_blocks_and_a_frozen_one_does_not(folder: Path, 
         assert not client.blocks_in_flight()
 
 
-def test_a_killed_server_is_seen_within_a_second_and_the_next_one_is_used(
-    folder: Path, make_worker: MakeWorker
-) -> None:
+def test_a_killed_server_is_seen_within_a_second_and_the_next_is_used(folder: Path, make_worker: MakeWorker) -> None:
     address = f"unix:{folder}/s"
     with fake_process(address, hold=True) as process:
         client = make_worker(address)
@@ -334,9 +332,7 @@ def test_over_tcp_the_next_server_or_refused_connections_tell(make_worker: MakeW
 # ---- session --------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_server_gets_the_registration_again_within_two_seconds(
-    server: FakeServer, make_worker: MakeWorker
-) -> None:
+def test_a_restarted_server_has_the_registration_in_two_seconds(server: FakeServer, make_worker: MakeWorker) -> None:
     server.start()
     client = make_worker(server.address)
     client.start()
