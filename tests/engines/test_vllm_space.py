@@ -13,6 +13,7 @@ from kvgrpc.engines.vllm.groups import UnsupportedError
 from kvgrpc.engines.vllm.options import Options, parse_options
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.engines.vllm.space import Facts, facts_of
+from kvgrpc.v1.cache_pb2 import LookupRequest
 
 
 class FullAttentionSpec(Config):
@@ -236,3 +237,28 @@ def test_options():
     ):
         with pytest.raises(ValueError, match=f"kv_connector_extra_config.*{next(iter(wrong))}"):
             parse_options(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("addresses", "unix:/s", "a list of strings"),
+        ("addresses", [1], "a list of strings"),
+        ("address", None, "a string"),
+        ("lookup_async", "false", "true or false"),
+        ("store_share", "0.5", "a number"),
+        ("lookup_timeout_ms", 1.5, "a whole number"),
+        ("lookup_timeout_ms", 0, "from 1 to 86400000"),
+        ("prefetch_timeout_ms", 86_400_001, "from 1 to 86400000"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words_of_json(name: str, value: object, meant: str):
+    with pytest.raises(ValueError, match=f"{name} must be {meant}, not "):
+        parse_options({name: value})
+
+
+def test_the_longest_wait_fits_a_lookup():
+    most = parse_options({"prefetch_timeout_ms": 86_400_000}).prefetch_timeout_ms
+    message = LookupRequest()
+    message.prefetch_wait_ms = most
+    assert message.prefetch_wait_ms == most

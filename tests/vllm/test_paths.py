@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from kvgrpc.client import Client
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, TokenRange
 from tests.served import wait_until
 from tests.vllm.bench import Bench, prompt
@@ -160,6 +163,24 @@ def test_a_reset_of_the_engines_cache_empties_the_server_too(bench: Bench):
     bench.forget()
     (again,) = bench.say(A)
     assert again.cached == 448
+
+
+def test_a_reset_waits_two_seconds_for_a_server_that_stops_meanwhile(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    real, process = Client.handshake, bench.served.process
+
+    def then_stop(client: Client, *asked: Any, **words: Any) -> Any:
+        info = real(client, *asked, **words)
+        process.send_signal(signal.SIGSTOP)
+        return info
+
+    monkeypatch.setattr(Client, "handshake", then_stop)
+    start = time.monotonic()
+    try:
+        assert not bench.engine.llm.reset_prefix_cache(reset_connector=True)
+        seconds = time.monotonic() - start
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert seconds < 4
 
 
 def test_wishes_of_a_request(bench: Bench):

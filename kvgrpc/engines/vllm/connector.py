@@ -31,6 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.version import __version__ as vllm_version
 
 from kvgrpc.client import (
+    ChannelOptions,
     Client,
     Hello,
     LookupBounds,
@@ -298,8 +299,8 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _reset(self, address: str) -> bool:
         try:
-            with Client(address) as client:
-                base = client.handshake(Hello(identity=self._facts.identity), timeout_s=RESET_S).space_base
+            with Client(address, options=ChannelOptions(call_s=RESET_S / 2)) as client:
+                base = client.handshake(Hello(identity=self._facts.identity)).space_base
                 client.bump_generation(space_base=base)
         except Refusal as refusal:
             logger.warning("kvgrpc: the cache at %s could not be reset: %s", address, refusal)

@@ -13,6 +13,14 @@ HASHES = ("auto", "block", "tokens")
 REQUEST_PREFIX = "kvgrpc."
 MOST_TOKENS = 1 << 40
 DAY_S = 86_400
+DAY_MS = 1000 * DAY_S
+KINDS: dict[type[object], str] = {
+    str: "a string",
+    tuple: "a list of strings",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,12 @@ def parse_options(given: Mapping[str, object]) -> Options:
         if isinstance(usually, float) and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if isinstance(usually, tuple) and isinstance(value, list):
-            value = tuple(cast("list[object]", value))
-            if not all(isinstance(each, str) for each in value):
-                raise ValueError(f"kv_connector_extra_config: {name} must be a list of strings, not {value!r}")
+            items = cast("list[object]", value)
+            value = tuple(items) if all(isinstance(each, str) for each in items) else items
         if type(value) is not kind:
-            raise ValueError(f"kv_connector_extra_config: {name} must be a {kind.__name__}, not {value!r}")
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise ValueError(f"kv_connector_extra_config: {name} must be at least 1, not {value}")
+            raise ValueError(f"kv_connector_extra_config: {name} must be {KINDS[kind]}, not {value!r}")
+        if isinstance(value, int) and not isinstance(value, bool) and not 1 <= value <= DAY_MS:
+            raise ValueError(f"kv_connector_extra_config: {name} must be from 1 to {DAY_MS}, not {value}")
         values[name] = value
     options = Options(**values)  # pyright: ignore[reportArgumentType] - each value has the type of its default
     if options.hashes not in HASHES:

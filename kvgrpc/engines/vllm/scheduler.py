@@ -94,7 +94,7 @@ class Scheduler:
             tracked.result = self._try(tracked)
             if tracked.result is None:
                 return None, False
-        elif tracked.result is None:
+        elif tracked.result is None or tracked.result.hit_tokens:  # the client knows whether a hit still holds
             tracked.result = self._wait(tracked)
         # vLLM's prefix ends at a block; of a prompt that is loaded as a whole it computes the last token
         block = self._terms.block_size
@@ -109,12 +109,12 @@ class Scheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.load is not None:
             return
-        result = tracked.result
+        result, asked, chunk = tracked.result, tracked.asked, self._servers.chunk_tokens
         tracked.spent = True
-        if result is not None and result.hit_tokens:
+        if result is not None and asked is not None and asked.chunk_tokens == chunk:  # else another server was asked
             self._count_stored(tracked, result.hit_tokens)
-        if result is not None and result.complete and self.announcer is not None:
-            self.announcer.looked_up(request, result.hit_tokens, self._loadable(tracked), self._servers.chunk_tokens)
+            if result.complete and self.announcer is not None:
+                self.announcer.looked_up(request, result.hit_tokens, self._loadable(tracked), chunk)
         if not external:
             if result is not None and result.pinned:
                 self._servers.free(request.request_id)
