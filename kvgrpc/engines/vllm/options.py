@@ -87,7 +87,9 @@ NOTHING_ASKED = Wish()
 def parse_wish(params: Mapping[str, object] | None) -> tuple[Wish, str]:
     """The wish, and what of it was not understood ("" mostly). A request comes from outside, so nothing raises: what
     is not understood counts as not said."""
-    mine = {name: value for name, value in (params or {}).items() if name.startswith(REQUEST_PREFIX)}
+    if not isinstance(params, Mapping):
+        return NOTHING_ASKED, "is no JSON object" if params else ""
+    mine = {name: value for name, value in params.items() if name.startswith(REQUEST_PREFIX)}
     if not mine:
         return NOTHING_ASKED, ""
     bad: list[str] = []
