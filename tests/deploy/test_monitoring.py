@@ -120,11 +120,11 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def up(self) -> bool:
+        """Whether what a scrape found can be asked for: a target is called up a moment before."""
         try:
-            targets = self.ask("targets")["activeTargets"]
+            return bool(self.ask("query", query="up == 1")["result"])
         except OSError:
             return False
-        return any(target["health"] == "up" for target in targets)
 
 
 def selectors(expression: str) -> list[str]:
