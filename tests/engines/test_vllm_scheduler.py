@@ -263,6 +263,14 @@ def test_a_wish_that_is_not_understood_stops_nothing(bad: object):
     assert d.scheduler.matched(d.arrive("r", 100, params=bad), 0) == (96, True)
 
 
+def test_a_salt_that_cannot_be_sent_stops_nothing():
+    d = desk(own_hashes=True)
+    d.client.hit = 96
+    assert d.scheduler.matched(d.arrive("r", 100, salt="a\ud800"), 0) == (0, False)
+    assert d.client.asked == [] and d.scheduler.step([("r", 100)]).saves == []
+    assert d.scheduler.matched(d.arrive("s", 100, salt="größer 日本"), 0) == (96, True)
+
+
 # ---- the server -----------------------------------------------------------------------------------------------------
 
 

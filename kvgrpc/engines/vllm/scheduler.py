@@ -144,8 +144,11 @@ class Scheduler:
         wish, bad = parse_wish(request.kv_transfer_params)
         if bad:
             self._tell(f"kv_transfer_params: {bad}")
-        lora = self._lora_of(request)
-        tracked = Tracked(request, wish, lora or "", cacheable=lora is not None)
+        lora, salt = self._lora_of(request), self._salt(request)
+        sendable = lora is not None and _is_text(lora) and _is_text(salt)
+        if lora is not None and not sendable:
+            self._tell("a request whose salt or adapter has a character that is none is not cached")
+        tracked = Tracked(request, wish, lora or "", cacheable=sendable)
         self._requests[request.request_id] = tracked
         return tracked
 
@@ -365,6 +368,11 @@ class Scheduler:
         if text not in self._told and len(self._told) < 64:
             self._told.add(text)
             log.warning("kvgrpc: %s (not logged again)", text)
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be sent: half of a surrogate pair cannot."""
+    return text.isascii() or text.encode(errors="replace").decode() == text
 
 
 def _packed(request: Request, end: int) -> bytes:
