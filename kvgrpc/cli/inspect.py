@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +20,7 @@ from rich.text import Text
 from kvgrpc import api
 from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.reached import target_of, told
-from kvgrpc.cli.screen import WIDTH_LEAST, plain_value
+from kvgrpc.cli.screen import plain_value, wide
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.config.values import format_size
@@ -87,7 +87,7 @@ def inspect(
     if json_form:
         click.echo(json.dumps([_record(one) for one in found], default=plain_value, indent=2))
         return
-    console = Console(width=max(Console().width, WIDTH_LEAST))
+    console = wide()
     for one in found:
         console.print(_screen(one), highlight=False)
     if number > len(found):

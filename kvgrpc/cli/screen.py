@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -21,6 +21,10 @@ from kvgrpc.operators import RestartStatus
 
 WIDTH_LEAST = 170
 """In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
+
+
+def wide() -> Console:
+    return Console(width=max(Console().width, WIDTH_LEAST))
 
 
 @dataclass(frozen=True, slots=True)

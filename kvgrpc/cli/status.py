@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 
 import click
-from rich.console import Console
 
 from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.reached import target_of, told
-from kvgrpc.cli.screen import WIDTH_LEAST, Snapshot, as_json, as_screen
+from kvgrpc.cli.screen import Snapshot, as_json, as_screen, wide
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
@@ -27,7 +26,7 @@ def status(address: str | None, json_form: bool, **credentials: str | None) -> N
     if json_form:
         click.echo(as_json(snapshot))
     else:
-        Console(width=max(Console().width, WIDTH_LEAST)).print(as_screen(snapshot))
+        wide().print(as_screen(snapshot))
 
 
 async def take_snapshot(address: str, credentials: Credentials) -> Snapshot:

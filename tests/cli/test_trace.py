@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 from random import Random
@@ -115,6 +116,13 @@ def test_without_a_server_no_file_is_left(tmp_path: Path) -> None:
     file = tmp_path / "trace.gz"
     done = CliRunner().invoke(main, ["trace", "record", str(file), "--address", f"unix:{tmp_path}/none"])
     assert (done.exit_code, "no server answers" in done.output) == (1, True), done.output
+    assert not file.exists()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/silent")
+        silent.listen()
+        arguments = ["trace", "record", str(file), "--address", f"unix:{tmp_path}/silent", "--seconds", "0.2"]
+        done = CliRunner().invoke(main, arguments)
+    assert (done.exit_code, "did not answer before the end" in done.output) == (1, True), done.output
     assert not file.exists()
     assert f"{file}: No such file or directory\n" in CliRunner().invoke(main, ["trace", "replay", str(file)]).output
 

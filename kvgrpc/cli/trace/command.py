@@ -71,7 +71,9 @@ def record(file: Path, seconds: float | None, most_size: int, address: str | Non
     finally:
         writer.close()
         if not writer.begun:
-            file.unlink(missing_ok=True)  # no server has answered
+            file.unlink(missing_ok=True)
+    if not writer.begun:
+        raise click.ClickException(f"the server at {target} did not answer before the end ({why}); there is no {file}")
     lost = f", {writer.dropped} dropped" if writer.dropped else ""
     click.echo(f"{writer.calls} calls{lost} in {file} ({format_size(file.stat().st_size)}): {why}")
 
