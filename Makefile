@@ -21,9 +21,10 @@ include examples/examples.mk
 .DEFAULT_GOAL := help
 .PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
-# What the extension is made of, and with; the versions are in constraints.txt.
+# What the extension is made of, and with; the versions are in constraints.txt. setuptools builds grpcurl's package, which
+# has no wheel; what a Python brings along may be too old for it, or none.
 NATIVE      := CMakeLists.txt $(sort $(wildcard csrc/*.cpp csrc/*.hpp csrc/*.cu))
-BUILD_TOOLS := cmake nanobind ninja scikit-build-core
+BUILD_TOOLS := cmake nanobind ninja scikit-build-core setuptools
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
