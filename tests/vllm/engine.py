@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
@@ -78,6 +79,8 @@ class Engine:
             "seed": 0,
             "disable_log_stats": False,
         }
+        if torch.cuda.is_available():  # the blocks are told in bytes; others may use the card, too
+            options["gpu_memory_utilization"] = 0.1
         if kv is not None:
             options["kv_transfer_config"] = kv
         self.llm = LLM(**{**options, **changes})
