@@ -313,9 +313,9 @@ class Bookkeeper:
         if client is not None:
             self.calls.advance(now, client, most)
 
-    def probe_done(self, now: int, probe_id: int, found: Sequence[str]) -> None:
-        """The tiers have answered, a tier's name or "" for each object."""
-        self.prefetcher.probe_done(now, probe_id, found)
+    def probe_done(self, now: int, probe_id: int, found: Sequence[str], silent: bool = False) -> None:
+        """The tiers have answered, a tier's name or "" for each object; ``silent``: not all of them have."""
+        self.prefetcher.probe_done(now, probe_id, found, silent)
 
     def read_done(self, now: int, read_id: int, ok: bool) -> None:
         """A tier read has ended; nothing touches its slot any more."""

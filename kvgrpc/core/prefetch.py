@@ -56,6 +56,8 @@ class Prefetch:
         default_factory=dict[tuple[int, int], tuple[str, ObjectName]]
     )
     """The tier that has the object of (chunk, KV rank)."""
+    silent: bool = False
+    """A tier did not say what it has."""
     waiting: dict[int, Read] = field(default_factory=dict[int, Read])
     limited_by: str = ""
 
@@ -102,12 +104,14 @@ class Prefetcher:
         self._ledger.outbox.append(ProbeTiers(prefetch.probe_id, tuple([name for _, _, name in prefetch.probed])))
         return True
 
-    def probe_done(self, now: int, probe_id: int, found: Sequence[str]) -> None:
-        """The tiers have answered: plan and launch the reads. An answer that nobody waits for changes nothing."""
+    def probe_done(self, now: int, probe_id: int, found: Sequence[str], silent: bool = False) -> None:
+        """The tiers have answered, or ``silent``, not all of them: plan and launch the reads. An answer that nobody
+        waits for changes nothing."""
         job = self.pending.get(probe_id)
         if job is None or job.prefetch is None:
             return
         prefetch = job.prefetch
+        prefetch.silent = silent
         prefetch.where = {
             (at, rank): (tier, name) for (at, rank, name), tier in zip(prefetch.probed, found, strict=True) if tier
         }
@@ -172,6 +176,8 @@ class Prefetcher:
 
     def _begin_read(self, job: Job, prefetch: Prefetch, at: int, rank: int) -> Read | None:
         if (at, rank) not in prefetch.where:
+            if prefetch.silent:
+                prefetch.limited_by = FAILED
             return None
         tier, name = prefetch.where[at, rank]
         index, limits = self._index, self._ledger.limits

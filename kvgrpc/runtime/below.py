@@ -52,7 +52,7 @@ class Below:
 
     async def _probe(self, action: ProbeTiers) -> None:
         driver = self._driver
-        found = [""] * len(action.objects)
+        found, silent = [""] * len(action.objects), False
         for name, tier in driver.hands.tiers.items():
             open_at = [at for at, where in enumerate(found) if not where]
             if not open_at:
@@ -61,11 +61,12 @@ class Below:
                 present = await tier.exists([action.objects[at].name for at in open_at])
             except TierFault as fault:
                 _tell("tier probe failed", name, fault)
+                silent = True
                 continue
             for at, is_there in zip(open_at, present, strict=True):
                 if is_there:
                     found[at] = name
-        driver.book.probe_done(driver.now(), action.probe_id, found)
+        driver.book.probe_done(driver.now(), action.probe_id, found, silent)
         driver.pump()
 
     def _views(self, extents: tuple[Extent, ...], size_bytes: int) -> list[memoryview]:

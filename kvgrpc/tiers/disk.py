@@ -54,7 +54,8 @@ class DiskTier:
         self._used = 0
         self._coming: dict[str, tuple[int, asyncio.Future[None]]] = {}
         self._bad: set[str] = set()
-        """Damaged objects of others, which are theirs to remove."""
+        """Damaged objects of others, which are theirs to remove, and what could not be read: a bad block, a right that
+        was taken away. They are found no more until they are written anew, so that other tiers are asked."""
         self._others: list[Path] = []
         self._others_until_s = 0.0
         self._opening = asyncio.Lock()
@@ -140,13 +141,14 @@ class DiskTier:
             self._slot = None
             self._scanned.clear()
             self._index.clear()
+            self._bad.clear()
             self._used = 0
 
     # ---- Tier ----
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         slot = await self._open()
-        found = [name in self._index for name in names]
+        found = [name in self._index and name not in self._bad for name in names]
         fresh = self._scanned.is_set() and time.monotonic() < self._others_until_s
         if not all(found) and (self._others or not fresh):
             asked = [at for at, known in enumerate(found) if not known]
@@ -176,6 +178,8 @@ class DiskTier:
                 await self._set_aside(slot, object.name)
             elif isinstance(fault, TierMiss):
                 self._forget(object.name)
+            elif fault.reason is FaultReason.IO:
+                self._bad.add(object.name)
             raise
         if own and object.name in self._index:
             self._index.move_to_end(object.name)
@@ -204,6 +208,7 @@ class DiskTier:
             self._bad.add(name)
 
     def _forget(self, name: str) -> None:
+        self._bad.discard(name)
         size_bytes = self._index.pop(name, None)
         if size_bytes is not None:
             self._used -= file_bytes(size_bytes)
@@ -214,7 +219,7 @@ class DiskTier:
         name, size = object.name, file_bytes(object.size_bytes)
         while name in self._coming:
             await asyncio.wait((self._coming[name][1],))
-        if self._index.get(name) == object.size_bytes:
+        if self._index.get(name) == object.size_bytes and name not in self._bad:
             self._index.move_to_end(name)
             return
         slot, ended = await self._open(), asyncio.get_running_loop().create_future()

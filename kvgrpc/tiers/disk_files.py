@@ -88,7 +88,7 @@ def write_object(
     try:
         fd = os.open(aside, flags, 0o600)
         try:
-            os.posix_fallocate(fd, 0, HEADER_BYTES + object.size_bytes)
+            _allocate(fd, HEADER_BYTES + object.size_bytes, direct)
             _write(fd, object, data, direct, cancelled)
         finally:
             os.close(fd)
@@ -97,6 +97,16 @@ def write_object(
         with suppress(OSError):
             aside.unlink()
         raise
+
+
+def _allocate(fd: int, size_bytes: int, direct: bool) -> None:
+    """Where the file system cannot, the C library writes a byte into each block instead, which direct files refuse:
+    they get their blocks as they are written."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
 
 
 def _rename(aside: Path, path: Path) -> None:

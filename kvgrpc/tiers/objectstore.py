@@ -14,7 +14,7 @@ import asyncio
 import errno
 import mmap
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Lock
@@ -218,16 +218,14 @@ class ObjectStoreTier(RemoteTier):
             raise _fault(error, name) from error
         self._usage.add(-size)
 
-    async def _count(self) -> int:
-        used = 0
+    async def _count(self) -> AsyncIterator[int]:
         try:
             async for page in _list(self._opened(), prefix="objects", chunk_size=1000):
-                used += sum(facts["size"] for facts in page)
+                yield sum(facts["size"] for facts in page)
         except FileNotFoundError:
-            return 0
+            return
         except (BaseError, OSError, ValueError) as error:
             raise _fault(error, self._url) from error
-        return used
 
     async def close(self) -> None:
         await self._usage.close()

@@ -7,7 +7,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from threading import Lock
@@ -20,6 +20,8 @@ from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, Tier
 from kvgrpc.tiers.envelope import HEADER_BYTES, Opening, Sealing
 
 T = TypeVar("T")
+Count = Callable[[], AsyncIterator[int]]
+"""Bytes of what a tier holds, page by page."""
 log = structlog.get_logger(__name__)
 
 STEP_BYTES = 256 << 10
@@ -148,31 +150,47 @@ class Usage:
     this server does is added. About what is there: others write and remove, too. Without ``count`` what this server
     does is all."""
 
-    def __init__(self, count: Callable[[], Coroutine[Any, Any, int]] | None = None) -> None:
+    def __init__(self, count: Count | None = None) -> None:
         self._count = count
         self._counting: asyncio.Task[None] | None = None
+        self._told = asyncio.Event()
+        """The count goes on, or has ended."""
         self._counted_at_s = float("-inf")
-        self._used = 0
+        self._found = 0
+        self._added = 0
+        """Since the last count began."""
 
     def add(self, size_bytes: int) -> None:
         """Written, or removed when it is less than nothing."""
-        self._used += size_bytes
+        self._added += size_bytes
 
     async def get(self) -> int:
-        """Raises TierFault: it was never counted, and cannot be now."""
+        """While it is counted for the first time, what was found so far, as soon as more is found: the tier is well,
+        however long that takes. Raises TierFault: it was never counted, and cannot be now."""
         if self._count is not None and time.monotonic() - self._counted_at_s > COUNT_S and self._counting is None:
             self._counting = asyncio.create_task(self._run(self._count))
             self._counting.add_done_callback(self._ended)
-        if self._counting is not None and self._counted_at_s < 0:
-            await asyncio.shield(self._counting)
-        return max(self._used, 0)
+        counting = self._counting
+        if counting is not None and self._counted_at_s < 0:
+            self._told.clear()
+            await self._told.wait()
+            if counting.done():
+                counting.result()
+        return max(self._found + self._added, 0)
 
-    async def _run(self, count: Callable[[], Coroutine[Any, Any, int]]) -> None:
-        self._used = await count()
-        self._counted_at_s = time.monotonic()
+    async def _run(self, count: Count) -> None:
+        found, before = 0, self._added
+        async for page_bytes in count():
+            found += page_bytes
+            if self._counted_at_s < 0:
+                self._found = found
+                self._told.set()
+        self._found, self._counted_at_s = found, time.monotonic()
+        self._added -= before
 
     def _ended(self, counting: asyncio.Task[None]) -> None:
         self._counting = None
+        self._told.set()
         if not counting.cancelled():
             counting.exception()
 
@@ -208,7 +226,7 @@ class RemoteTier(ABC):
     """What tiers on a network have in common: a name, counts, usage, and what becomes of objects that are of no use:
     they are removed, and passed over where they cannot be."""
 
-    def __init__(self, name: str, count: Callable[[], Coroutine[Any, Any, int]] | None = None) -> None:
+    def __init__(self, name: str, count: Count | None = None) -> None:
         self._name = name
         self._counts: Counter[str] = Counter()
         self._usage = Usage(count)
@@ -271,13 +289,7 @@ class BlockingTier(RemoteTier):
     buffers.
     """
 
-    def __init__(
-        self,
-        name: str,
-        where: str,
-        errors: tuple[type[Exception], ...],
-        count: Callable[[], Coroutine[Any, Any, int]] | None = None,
-    ) -> None:
+    def __init__(self, name: str, where: str, errors: tuple[type[Exception], ...], count: Count | None = None) -> None:
         super().__init__(name, count)
         self._where = where
         self._errors = errors
@@ -316,9 +328,16 @@ class BlockingTier(RemoteTier):
     def _fault(self, error: Exception) -> TierFault:
         return TierFault(FaultReason.IO, f"{self._where}: {str(error)[:300]}")
 
+    def _begin(self) -> None:
+        """A call begins on this thread."""
+
     async def _run(self, pool: Executor, work: Callable[..., T], *args: object) -> T:
+        def run() -> T:
+            self._begin()
+            return work(*args)
+
         try:
-            return await asyncio.wrap_future(pool.submit(work, *args))
+            return await asyncio.wrap_future(pool.submit(run))
         except self._errors as error:
             raise self._fault(error) from error
 

@@ -18,17 +18,20 @@ import mmap
 import secrets
 import struct
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis._parsers import Encoder
+from redis._parsers import Encoder, _HiredisParser  # pyright: ignore[reportPrivateUsage]
 from redis.backoff import ExponentialBackoff
 from redis.cluster import RedisCluster
 from redis.connection import PythonRespSerializer
-from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterException, RedisError
+from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterException, RedisError, TimeoutError
 from redis.retry import Retry
 
 from kvgrpc.core.types import ObjectName
@@ -71,13 +74,50 @@ class Login:
 NO_LOGIN = Login()
 
 
+class _Call(threading.local):
+    """Of a thread."""
+
+    until_s = float("inf")
+
+
+_call = _Call()
+
+
+def begin_call(deadline_s: float) -> None:
+    """What this thread asks from now on is answered within that time or fails."""
+    _call.until_s = time.monotonic() + deadline_s
+
+
+class _InTime(_HiredisParser):
+    """The client's own time for an answer begins anew with each byte of it."""
+
+    def read_from_socket(self, *args: Any, **named: Any) -> Any:
+        if time.monotonic() >= _call.until_s:
+            raise TimeoutError("the answer takes too long")
+        return super().read_from_socket(*args, **named)
+
+
+class _Plain(redis.Connection):
+    def set_parser(self, parser_class: Any) -> None:
+        super().set_parser(_InTime)  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Tls(redis.SSLConnection):
+    def set_parser(self, parser_class: Any) -> None:
+        super().set_parser(_InTime)  # pyright: ignore[reportUnknownMemberType]
+
+
 def object_key(name: str) -> str:
     return f"kvgrpc:{{{name}}}"
 
 
 def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
-    """A client of the server, or of the cluster that it belongs to. Raises what is in ERRORS."""
+    """A client of the server, or of the cluster that it belongs to, for threads that have begun a call. Raises what is
+    in ERRORS."""
+    scheme, _, place = url.partition(":")
+    tls = scheme in ("valkeys", "rediss")
     options: dict[str, Any] = {
+        "connection_class": _Tls if tls else _Plain,
         "username": login.name or None,
         "password": login.password or None,
         "socket_timeout": deadline_s,
@@ -86,9 +126,9 @@ def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
         "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
     }
-    if login.ca is not None and url.startswith(("valkeys", "rediss")):
+    if login.ca is not None and tls:
         options["ssl_ca_certs"] = str(login.ca)
-    plain = url.replace("valkey", "redis", 1)
+    plain = f"redis:{place}"  # one for TLS would choose the class of connections itself
     client: Any = redis.Redis.from_url(plain, **options)  # pyright: ignore[reportUnknownMemberType]
     if client.info("cluster").get("cluster_enabled"):
         client.close()
@@ -97,7 +137,7 @@ def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
 
 
 class ValkeyTier(BlockingTier):
-    """Keeps objects for ``ttl_ms`` after their writing. ``deadline_s`` bounds each wait for the server."""
+    """Keeps objects for ``ttl_ms`` after their writing. ``deadline_s`` bounds each call on its thread, too."""
 
     def __init__(
         self, url: str, ttl_ms: int, deadline_s: float = 10.0, login: Login = NO_LOGIN, *, name: str = "valkey"
@@ -105,6 +145,9 @@ class ValkeyTier(BlockingTier):
         super().__init__(name, url, ERRORS, self._counted)
         self._ttl_ms = ttl_ms
         self._how = (deadline_s, login)
+
+    def _begin(self) -> None:
+        begin_call(self._how[0])
 
     def _connect(self) -> Any:
         return connect(self._where, *self._how)
@@ -171,12 +214,13 @@ class ValkeyTier(BlockingTier):
             count = -(-object.size_bytes // PIECE_BYTES)
             tail = _TAIL.pack(secrets.token_bytes(16), PIECE_BYTES, count)
             keys, _ = _pieces_of(key, memoryview(tail))
-            for at in range(0, count, GROUP):
-                pipeline = client.pipeline(transaction=False)
-                for number, piece_key in enumerate(keys[at : at + GROUP], at):
-                    pipeline.set(piece_key, take(number), px=self._ttl_ms)
-                pipeline.execute()
-            client.set(key, sealing.header() + tail, px=self._ttl_ms)
+            with _gone_unless_whole(client, keys):
+                for at in range(0, count, GROUP):
+                    pipeline = client.pipeline(transaction=False)
+                    for number, piece_key in enumerate(keys[at : at + GROUP], at):
+                        pipeline.set(piece_key, take(number), px=self._ttl_ms)
+                    pipeline.execute()
+                client.set(key, sealing.header() + tail, px=self._ttl_ms)
         if old_keys:
             client.unlink(*old_keys)
         return freed
@@ -204,16 +248,29 @@ class ValkeyTier(BlockingTier):
             self._connected().unlink(*keys[at : at + PROBES])
         return freed
 
-    async def _counted(self) -> int:
-        return await self._run(self._readers, self._count)
+    async def _counted(self) -> AsyncIterator[int]:
+        pages = self._pages()
+        while (used := await self._run(self._readers, lambda: next(pages, -1))) >= 0:
+            yield used
 
-    def _count(self) -> int:
-        client, used, keys = self._connected(), 0, list[Any]()
-        for key in client.scan_iter(match="kvgrpc:*", count=PROBES):
-            keys.append(key)
-            if len(keys) == PROBES:
-                used, keys = used + _lengths(client, keys), []
-        return used + _lengths(client, keys)
+    def _pages(self) -> Iterator[int]:
+        client = self._connected()
+        keys: Iterator[Any] = client.scan_iter(match="kvgrpc:*", count=PROBES)
+        while page := list(islice(keys, PROBES)):
+            yield _lengths(client, page)
+
+
+@contextmanager
+def _gone_unless_whole(client: Any, keys: Sequence[str]) -> Generator[None]:
+    """Around the writing of pieces: a server that is full must not fill with those of objects that did not fit. Where
+    that fails, too, they go with their time."""
+    try:
+        yield
+    except ERRORS:
+        with suppress(*ERRORS):
+            for at in range(0, len(keys), PROBES):
+                client.unlink(*keys[at : at + PROBES])
+        raise
 
 
 _local = threading.local()
@@ -258,6 +315,7 @@ class ValkeyVersions:
         return bool(self._ask(lambda client: client.eval(_SWAP, 1, VERSIONS_KEY, f"{seen:020}", kept)))
 
     def _ask(self, work: Callable[[Any], Any]) -> Any:
+        begin_call(self._deadline_s)
         try:
             client = connect(self._url, self._deadline_s, self._login)
             try:

@@ -133,12 +133,15 @@ def keep(path: Path, versions: Versions) -> None:
 
 
 def save(path: Path, before: Versions, after: Versions) -> None:
-    """Keeps what has changed, durably. Raises OSError."""
+    """Keeps what has changed, durably. A file that has gone is lost like one that cannot be read: what else was in it,
+    nobody knows. Raises OSError."""
     with _locked(path):
         try:
-            there = load(path) or NO_VERSIONS
+            there, reason = load(path), f"{path} has gone"
         except UnreadableVersionsError as error:
-            log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
+            there, reason = None, str(error)
+        if there is None:
+            log.error("versions of spaces are lost; nothing older will be found", reason=reason)
             there = unused()
         _write(path, merged(there, before, after))
 

@@ -54,9 +54,7 @@ class KeptVersions:
 
     def begin(self) -> Versions:
         """What a server begins with."""
-        if self.shared is None and self.beside_disk is None:
-            return begin_both(None, self.beside_arena)
-        return begin_both(self.shared, self.beside_disk)
+        return begin_both(self.shared, self.beside_disk or self.beside_arena)
 
     def save(self, before: Versions, after: Versions) -> None:
         """Keeps what has changed, durably, wherever versions are kept. Raises OSError."""
@@ -68,8 +66,8 @@ class KeptVersions:
 
 
 def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:
-    """What a server begins with, of the place if there is one, and of the file beside the disk tier if there is one or
-    the place does not answer. A server that goes on with the file's is like one that was not restarted."""
+    """What a server begins with: what the place says, if there is one, else what the file does, beside the disk tier or
+    the arena. A server that goes on with the file's is like one that was not restarted."""
     if place is None:
         assert path is not None
         return version_file.begin(path)
@@ -78,14 +76,14 @@ def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:
     except OSError as error:
         kept = _beside(path)
         sentence = "versions of spaces cannot be read; "
-        sentence += "nothing older will be found" if kept is None else "those beside the disk tier are used"
+        sentence += "nothing older will be found" if kept is None else f"those in {path} are used"
         log.warning(sentence, reason=str(error))
         return version_file.unused() if kept is None else kept
     if path is not None:
         try:
             version_file.keep(path, versions)
         except OSError as error:
-            log.warning("versions of spaces cannot be kept beside the disk tier", reason=str(error))
+            log.warning(f"versions of spaces cannot be kept in {path}", reason=str(error))
     return versions
 
 

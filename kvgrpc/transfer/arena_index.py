@@ -84,7 +84,11 @@ class IndexFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._fd = os.open(self._aside, flags, 0o600)
         told = {"format": FORMAT, **asdict(head), "arena": head.arena.hex()}
-        self._write([self._frame(HEAD, json.dumps(told).encode())])
+        try:
+            self._write([self._frame(HEAD, json.dumps(told).encode())])
+        except OSError:  # it is full, and this will be tried again and again
+            self.close()
+            raise
 
     def _frame(self, kind: int, content: bytes) -> bytes:
         frame = _FRAME.pack(len(content), kind) + content + _sealed(self._head, self._number, kind, content)

@@ -104,11 +104,11 @@ class Desk:
         while self.slices:
             self.report()
 
-    def answer_probe(self, *found: str) -> None:
+    def answer_probe(self, *found: str, silent: bool = False) -> None:
         """Answers the oldest probe: a tier's name or "" for each object, the last one for all that follow."""
         probe = self.probes.pop(next(iter(self.probes)))
         answers = [found[min(at, len(found) - 1)] for at in range(len(probe.objects))]
-        self.book.probe_done(self.now, probe.probe_id, answers)
+        self.book.probe_done(self.now, probe.probe_id, answers, silent)
         self.step()
 
     def end_read(self, ok: bool = True, read_id: int | None = None) -> t.ReadTier:

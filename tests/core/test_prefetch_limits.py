@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvgrpc.core import types as t
 from kvgrpc.core.types import PrefetchStatus
 from tests.core.desk import CHUNK, OBJECT, Desk
@@ -48,6 +50,17 @@ def test_a_read_that_failed_ends_the_prefix_for_who_waits_to_plan_on():
     desk.end_read(ok=False)
     desk.end_reads()
     assert e.query(job) == status(1, {"disk": 1}, "PREFETCH_FAILED")
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_what_a_tier_did_not_answer_is_not_said_to_be_nowhere(found: int):
+    """Else who warms or looks up beside a dead tier is told that it never had anything."""
+    desk, e = tiered()
+    job = e.lookup("a", 4)
+    desk.answer_probe(*["disk"] * found, "", silent=True)
+    desk.end_reads()
+    expected = status(found, {"disk": found} if found else {}, "PREFETCH_FAILED", pinned=found > 0)
+    assert e.query(job) == expected
 
 
 def test_the_wait_grows_with_what_is_missing_up_to_a_cap():

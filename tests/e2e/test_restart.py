@@ -20,6 +20,7 @@ from tests.e2e.arena_server import PAGE, ArenaServer
 from tests.e2e.disk_server import CHUNKS, OBJECT_BYTES, TOKENS, DiskEngine, engine
 from tests.e2e.harness import tokens_of
 from tests.served import wait_until
+from tests.tiers.stores import keys, valkey_program
 
 KILLS = int(os.environ.get("KVGRPC_TEST_KILLS", "6"))
 """`make kills` makes it 30."""
@@ -322,3 +323,26 @@ def test_without_a_size_the_arena_keeps_its_own(server: ArenaServer) -> None:
         one.wait_back()
         assert server.status().arena.total_bytes == 64 * MIB
         assert loads(one) == ALL
+
+
+def test_a_shared_tier_that_is_away_at_the_start_costs_no_arena(server: ArenaServer, tmp_path: Path) -> None:
+    """Its versions lie there; a copy lies beside the arena. What was cleared stays so."""
+    with keys(tmp_path, valkey_program()) as store:
+        server.flags += ["--valkey-url", store.url, "--tier-deadline-ms", "1000"]
+        server.start()
+        with engine(server.address) as one, Client(server.address, "operator") as operator:
+            one.store(1)
+            operator.bump_generation(model="model")
+            one.store(2)
+            assert server.terminate() == 0
+            store.kill()
+            server.start()
+            one.wait_back()
+            server.wait_checked()
+            assert (one.load(1), one.load(2)) == (0, CHUNKS)
+            assert str(server.versions) in server.log
+            store.start()
+            server.kill()
+            server.start()
+            one.wait_back()
+            assert one.load(1) == 0

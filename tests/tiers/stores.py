@@ -97,8 +97,9 @@ def moto(folder: Path, **environment: str) -> Iterator[Moto]:
 
 class Proxy:
     """Between a tier and its server, on the test's loop. Steered by: ``answer`` (said to every request, and the server
-    is not asked), ``cut_after`` (bytes of answers on a connection, then it is closed), ``bytes_per_s`` of answers.
-    Counts ``requests`` that ``answer`` was said to, and ``passed`` bytes of answers.
+    is not asked), ``cut_after`` (bytes of answers on a connection, then it is closed), ``bytes_per_s`` of answers,
+    ``byte_s`` (answers come byte by byte, each after so long). Counts ``requests`` that ``answer`` was said to, and
+    ``passed`` bytes of answers.
     """
 
     def __init__(self, behind: int) -> None:
@@ -108,6 +109,7 @@ class Proxy:
         self.answer: bytes | None = None
         self.cut_after: int | None = None
         self.bytes_per_s: float | None = None
+        self.byte_s: float | None = None
         self.requests = 0
         self.passed = 0
         self.port = 0
@@ -165,6 +167,10 @@ class Proxy:
                 self.passed += len(part)
                 if self.bytes_per_s:
                     await asyncio.sleep(len(part) / self.bytes_per_s)
+            while answers and self.byte_s and part:
+                writer.write(part[:1])
+                part = part[1:]
+                await asyncio.sleep(self.byte_s)
             writer.write(part)
             await writer.drain()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvgrpc.core.types import NO_VERSIONS, Versions
+from kvgrpc.core.versions import version_of
 from kvgrpc.tiers import version_file
 from kvgrpc.tiers.version_file import begin, keep, load, save
 
@@ -37,6 +38,18 @@ def test_first_use_and_the_next(path: Path) -> None:
     assert begin(path) == NO_VERSIONS
     save(path, NO_VERSIONS, AFTER)
     assert begin(path) == load(path) == AFTER
+
+
+def test_what_was_cleared_does_not_come_back_when_the_file_was_removed_meanwhile(path: Path) -> None:
+    """Another space's change makes the file anew; it must not say that nothing else was ever changed."""
+    begin(path)
+    first = Versions(0, bases={b"a" * 16: (1, 5)})
+    save(path, NO_VERSIONS, first)
+    path.unlink()
+    save(path, first, Versions(0, bases={**first.bases, b"b" * 16: (1, 5)}))
+    found = begin(path)
+    assert version_of(found, b"a" * 16, b"") != 0, "where its objects of before lie"
+    assert version_of(found, b"b" * 16, b"") == 5
 
 
 @pytest.mark.usefixtures("standing_still")

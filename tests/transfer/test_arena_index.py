@@ -121,3 +121,17 @@ def test_other_files(tmp_path: Path, content: bytes) -> None:
     assert not is_index(path)
     with pytest.raises(OSError):
         read_index(path, HEAD.arena)
+
+
+def test_a_full_file_system_keeps_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server tries it again every ten seconds; what is left open adds up until nobody can connect."""
+
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            IndexFile(tmp_path / "a.index", HEAD)
+    assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier on disk where the file system or a single file is not as usual."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.tiers import disk_files
+from kvgrpc.tiers.base import FaultReason
+from kvgrpc.tiers.disk_files import file_bytes
+from tests.tiers.conformance import data, fault_of, read, write
+from tests.tiers.test_disk import SIZE, aligned, files, object_name, opened, path_of
+
+
+async def test_a_file_system_that_cannot_allocate_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ext2, ext3 and some on networks: the C library then writes single bytes, which O_DIRECT refuses."""
+
+    def stand_in(fd: int, offset: int, length: int) -> None:
+        for at in range(offset, offset + length, 4096):
+            os.pwrite(fd, b"\0", at)  # raises EINVAL
+
+    monkeypatch.setattr(disk_files.os, "posix_fallocate", stand_in)
+    async with opened(tmp_path / "d") as tier:
+        memory, source = aligned(1_000_003)
+        memory[:1_000_003] = data("a", 1_000_003)
+        object = object_name("a", 1_000_003)
+        await tier.write(object, source)
+        assert await read(tier, object) == data("a", 1_000_003)
+        assert tier.counters["direct_io"] == 1, "the test's folder must be where O_DIRECT works"
+        assert await tier.usage() == sum(files(tmp_path / "d").values())
+
+
+async def test_what_cannot_be_read_is_left_to_other_tiers_until_it_is_written_anew(tmp_path: Path) -> None:
+    """A bad block, or a right that was taken away: here a folder in the file's place."""
+    async with opened(tmp_path / "d") as tier:
+        a, b = await write(tier, "a", SIZE), await write(tier, "b", SIZE)
+        path = path_of(tmp_path / "d", a.name)
+        path.rename(tmp_path / "away")
+        path.mkdir()
+        assert await fault_of(tier, a) is FaultReason.IO
+        assert await tier.exists([a.name, b.name]) == [False, True]
+        path.rmdir()
+        assert await write(tier, "a", SIZE) == a
+        assert await tier.exists([a.name]) == [True]
+        assert await read(tier, a) == data("a", SIZE)
+        assert await tier.usage() == 2 * file_bytes(SIZE)
