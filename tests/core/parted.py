@@ -39,15 +39,20 @@ class PartedDesk:
         ranks: int = 1,
         limits: t.CoreLimits | None = None,
         tiers: tuple[str, ...] = (),
+        register: bool = True,
     ) -> None:
         self.needs = tuple(needs)
         self.desk = Desk(chunks, tiers, limits=limits or t.CoreLimits(pin_share=1.0, hold_share=1.0))
         self.engine: EngineDesk = self.desk.engine("e", tp_size=ranks, kv_tp_size=ranks, register=False)
         self.ranks = ranks
-        geometry = t.Geometry(tuple(t.GroupGeometry(BLOCK, NUM_BLOCKS, 64, need) for need in self.needs))
-        for rank in range(ranks):
-            self.engine.share(rank, geometry=geometry)
+        if register:
+            self.share()
         self.parts = sorted(dict.fromkeys(self.needs), key=lambda need: need != t.ALL)
+
+    def share(self) -> None:
+        geometry = t.Geometry(tuple(t.GroupGeometry(BLOCK, NUM_BLOCKS, 64, need) for need in self.needs))
+        for rank in range(self.ranks):
+            self.engine.share(rank, geometry=geometry)
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
