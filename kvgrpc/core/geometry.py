@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NULL_BLOCK = 0xFFFFFFFF
 """Stands in a list of block ids for a block that the engine does not have."""
@@ -50,6 +51,15 @@ class GroupGeometry:
     order: str = ""
 
 
+class PartForm(NamedTuple):
+    """What all must agree on who share the objects of a part: what a hit needs of it, their length, and the order of
+    their runs."""
+
+    need: Need
+    object_bytes: int
+    order: str
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The groups of equal need, whose bytes of a chunk are one object: the chunk's last ``blocks[i]`` blocks of group
@@ -63,9 +73,9 @@ class Part:
     order: str
 
     @property
-    def form(self) -> tuple[Need, int, str]:
+    def form(self) -> PartForm:
         """Equal for all that may share objects of it."""
-        return self.need, self.object_bytes, self.order
+        return PartForm(self.need, self.object_bytes, self.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,14 +75,13 @@ def _inspected(key: bytes, chunk: Chunk | None) -> InspectedChunk:
 
 
 def _objects(book: Bookkeeper, ref: SpaceRef, keys: Sequence[bytes]) -> Iterable[tuple[int, ObjectName]]:
-    """Of the ranks whose objects' form is known here; lower tiers have none that are parts of chunks."""
+    """Of the ranks whose objects' form is known here; of chunks in parts the first one, as in L1."""
     index = book.index
     facts, space, digest = index.facts(ref.space_base), index.spaces.get(ref), space_digest(ref)
     version = index.known_spaces.get(digest, (b"", facts.version))[1] if space is None else space.version
     for at, key in enumerate(keys):
-        for rank, (form, *more) in facts.forms.items():
-            if not more:
-                yield at, ObjectName(object_name(digest, version, key, rank, form.order), form.object_bytes)
+        for rank, (form, *_) in facts.forms.items():
+            yield at, ObjectName(object_name(digest, version, key, rank, form.order), form.object_bytes)
 
 
 def _keepers(book: Bookkeeper, now: int, found: dict[Chunk, None]) -> tuple[tuple[Keeper, ...], bool]:

@@ -112,7 +112,8 @@ class Jobs:
         self._charge(job)
 
     def _charge(self, job: Job) -> None:
-        cost = _cost_bytes(job.lease, max(len(job.keys), len(job.lease.chunks)))
+        most = 0 if job.status.done else len(job.keys) * len(job.space.facts.needs)
+        cost = _cost_bytes(job.lease, max(most, len(job.keys), len(job.lease.chunks)))
         self.record_bytes += cost - job.cost_bytes
         job.cost_bytes = cost
 

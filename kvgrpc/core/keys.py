@@ -68,6 +68,11 @@ def part_keys(keys: Sequence[bytes], part: int) -> Sequence[bytes]:
     return [key.ljust(KEY_BYTES_MOST, b"\0") + bytes((len(key), part)) for key in keys]
 
 
+def part_of(key: bytes) -> int:
+    """What part of its chunk has this key."""
+    return key[-1] if len(key) > KEY_BYTES_MOST else 0
+
+
 def object_name(digest: bytes, generation: int, key: bytes, kv_rank: int, order: str) -> str:
     """Hex name of one object in tiers; ``digest`` is the space's, ``order`` that of the rank's runs (Geometry)."""
     return _digest("kvgrpc.object.v1", digest, str(generation), key, str(kv_rank), order).hex()

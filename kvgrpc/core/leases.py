@@ -70,6 +70,16 @@ class Leases:
         lease.remaining += [lease.full] * len(chunks)
         self.pins += len(chunks) * lease.full.bit_count()
 
+    def renew(self, lease: Lease, chunks: list[Chunk]) -> None:
+        """The lease is for these from now on, and pins them itself; who has let go of one of them has still done so."""
+        known = dict(zip(lease.chunks, lease.remaining, strict=True))
+        left = [known.get(chunk, lease.full) for chunk in chunks]
+        self._index.pin([chunk for chunk, bits in zip(chunks, left, strict=True) if bits])
+        self.end(lease)
+        lease.chunks += chunks
+        lease.remaining += left
+        self.pins += lease.pins
+
     def free(self, lease: Lease, start: int, end: int, mask: int) -> int:
         """Takes the readers ``mask`` off all parts of chunks [start, end); how many pins that released."""
         ends = [*(place for _, place in lease.starts[1:]), len(lease.chunks)]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from kvgrpc.core import checks
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.index import IdentityFacts, Index
+from kvgrpc.core.index import Index
 from kvgrpc.core.jobs import Job, Jobs
 from kvgrpc.core.leases import Lease, Leases
 from kvgrpc.core.ledger import Ledger
-from kvgrpc.core.parted import NOTHING, WHOLE, Hit, find
+from kvgrpc.core.parted import Hit, find
 from kvgrpc.core.prefetch import LIMIT, Prefetcher
 from kvgrpc.core.sessions import Client, Engine
 from kvgrpc.core.types import FreeCommand, LookupAnswer, LookupCommand, PrefetchStatus, Priority, SpaceRef, Warmed
@@ -33,15 +33,15 @@ class Lookups:
         """Whose the jobs of ``warm`` are."""
 
     def resident(self, ref: SpaceRef, keys: Sequence[bytes], want: int) -> Hit:
-        """The longest prefix that is there of all ranks of ``want``."""
-        space = self._index.spaces.get(ref)
+        """The longest prefix that is there of all ranks of ``want``. Refuses: SPACE_UNKNOWN."""
+        space, facts = self._index.spaces.get(ref), self._index.facts(ref.space_base)
         if space is None:
-            return NOTHING
-        return find(space.table, keys, want, space.facts.needs, self._ledger.limits.chunk_tokens)
+            return Hit(0, [], ((0, 0),) * len(facts.needs))
+        return find(space.table, keys, want, facts.needs, self._ledger.limits.chunk_tokens)
 
-    def _prefetches(self, facts: IdentityFacts, missing: int) -> bool:
-        """Whether lower tiers may have some of what is missing; they have no models of several parts."""
-        return missing > 0 and bool(self._prefetcher.writes.lanes) and facts.needs == WHOLE
+    def _prefetches(self, missing: int) -> bool:
+        """Whether lower tiers may have some of what is missing."""
+        return missing > 0 and bool(self._prefetcher.writes.lanes)
 
     def lookup(self, now: int, client: Client, command: LookupCommand) -> LookupAnswer:
         """Idempotent by (engine, request id, attempt)."""
@@ -60,14 +60,14 @@ class Lookups:
         counters["lookup_tokens"] += command.content.num_tokens
         want = sum(1 << rank for rank in ranks)
         count, found, _ = hit = self.resident(command.space, keys, want)
-        prefetches = self._prefetches(facts, len(keys) - count)
+        prefetches = self._prefetches(len(keys) - count)
         if not count and not prefetches:
             return NO_HIT
         lease = Lease(ranks, kv_tp_size, command.tp_size // kv_tp_size)
         lease.starts = hit.starts
-        self._jobs.admit(engine, lease, len(keys) if prefetches else max(count, len(found)))
-        space = self._index.space(command.space)
         kept = list(keys if prefetches else keys[:count])
+        self._jobs.admit(engine, lease, len(kept) * len(facts.needs))
+        space = self._index.space(command.space)
         name = (command.job_id, command.request_id, command.attempt, command.tp_size, command.fingerprint)
         job = Job(*name, command.policy.priority, engine, client.client_id, space, space.table, lease, kept)
         pinned = self._leases.fits(found)
@@ -98,11 +98,11 @@ class Lookups:
         hit = self.resident(ref, keys, facts.all_ranks)
         self._index.eviction.use(hit.in_order(), Priority.NORMAL)
         warmed = Warmed(hit.size * chunk_tokens)
-        if not self._prefetches(facts, len(keys) - hit.size):
+        if not self._prefetches(len(keys) - hit.size):
             return warmed
         ranks = tuple(range(facts.identity.kv_world_size))
         lease = Lease(ranks, 1, 1)
-        self._jobs.admit(self.warming, lease, len(keys))
+        self._jobs.admit(self.warming, lease, len(keys) * len(facts.needs))
         space, priority, name = self._index.space(ref), Priority.NORMAL, job_id.hex()
         job = Job(job_id, name, 0, 1, 0, priority, self.warming, "", space, space.table, lease, list(keys), pins=False)
         self._jobs.add(job, now)

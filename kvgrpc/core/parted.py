@@ -70,9 +70,6 @@ class Hit(NamedTuple):
         return [chunk for _, _, chunk in placed]
 
 
-NOTHING = Hit(0, [])
-
-
 def find(table: Table, keys: Sequence[bytes], want: int, needs: Sequence[Need], chunk_tokens: int) -> Hit:
     """The longest prefix for which every part has, of all ranks of ``want``, what it needs."""
     get = table.chunks.get
@@ -99,7 +96,7 @@ def _find_parted(table: Table, keys: Sequence[bytes], want: int, needs: Sequence
         chunk = get(of_part[part][at])
         return chunk is not None and chunk.ready & want == want
 
-    count = _longest(count, needs, there, chunk_tokens)
+    count = longest(count, needs, there, chunk_tokens)
     chunks: list[Chunk] = []
     starts: list[tuple[int, int]] = []
     for part, need in enumerate(needs):
@@ -108,7 +105,7 @@ def _find_parted(table: Table, keys: Sequence[bytes], want: int, needs: Sequence
     return Hit(count, chunks, tuple(starts))
 
 
-def _longest(count: int, needs: Sequence[Need], there: Callable[[int, int], bool], chunk_tokens: int) -> int:
+def longest(count: int, needs: Sequence[Need], there: Callable[[int, int], bool], chunk_tokens: int) -> int:
     """The most chunks up to ``count`` for which all that is needed is there. No need begins later for a shorter hit, so
     a chunk that is missing rules out every hit that reaches beyond it and not further than this one."""
     lows, settled = [count] * len(needs), False  # from there on up to ``count`` all of a part is there

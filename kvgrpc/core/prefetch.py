@@ -6,60 +6,31 @@ found or already being read, and as far as room reaches. Only so many bytes are 
 far goes on planning as reads end, first come, first served. Each planned chunk is pinned for the job until the job is
 final: when all reads are in, or at its deadline with what is ready. A read that no job waits for is cancelled; its slot
 settles until the read is reported.
+
+A job of a model whose chunks are in parts aims at one hit (``kvgrpc.core.aims``) and reads what that needs, windows
+first, and nothing else. When something of it turns out to be missing, or room does not reach, it aims at a shorter one.
+What it answers is what L1 can serve at the end, never what was aimed at.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
+from kvgrpc.core.aims import Aims, Prefetch, Read
 from kvgrpc.core.index import Chunk, Index
 from kvgrpc.core.jobs import Job, Jobs
-from kvgrpc.core.keys import object_name
+from kvgrpc.core.keys import object_name, part_keys
 from kvgrpc.core.leases import Leases
 from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.parted import WHOLE, find
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.types import CancelRead, JobDone, ObjectName, PrefetchStatus, ProbeTiers, ReadTier
 from kvgrpc.core.writes import WriteBehind
 
+L1 = "l1"
 TIMEOUT, LIMIT, FAILED = "PREFETCH_TIMEOUT", "PREFETCH_LIMIT", "PREFETCH_FAILED"
-
-
-@dataclass(eq=False, slots=True)
-class Read:
-    """One object on its way into the arena, and the jobs that wait for it."""
-
-    read_id: int
-    tier: str
-    chunk: Chunk
-    kv_rank: int
-    slot: Slot
-    jobs: dict[Job, None] = field(default_factory=dict[Job, None])
-
-
-@dataclass(eq=False, slots=True)
-class Prefetch:
-    """What a pending job waits for, after its ``first`` chunks, which were there."""
-
-    first: int
-    want: int
-    probe_id: int
-    probed: list[tuple[int, int, ObjectName]] = field(default_factory=list[tuple[int, int, ObjectName]])
-    """(chunk, KV rank, object) that the tiers are asked for."""
-    planned: list[Chunk] = field(default_factory=list[Chunk])
-    """Pinned, from chunk ``first`` on."""
-    sources: list[str] = field(default_factory=list[str])
-    """Where each planned chunk is from."""
-    where: dict[tuple[int, int], tuple[str, ObjectName]] = field(
-        default_factory=dict[tuple[int, int], tuple[str, ObjectName]]
-    )
-    """The tier that has the object of (chunk, KV rank)."""
-    silent: bool = False
-    """A tier did not say what it has."""
-    waiting: dict[int, Read] = field(default_factory=dict[int, Read])
-    limited_by: str = ""
 
 
 class Prefetcher:
@@ -75,6 +46,7 @@ class Prefetcher:
         """By probe id."""
         self.reads: dict[int, Read] = {}
         self._by_slot: dict[Slot, Read] = {}
+        self._aims = Aims(ledger, index, self._by_slot)
         self.reading_bytes = 0
         self.blocked: OrderedDict[Job, None] = OrderedDict()
         """Jobs that plan on when reads end."""
@@ -85,18 +57,23 @@ class Prefetcher:
 
     def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> bool:
         """Asks the tiers for what the job misses after its ``first`` chunks; False when there is nothing to ask."""
-        prefetch = Prefetch(first, want, self._ledger.next_id())
-        forms = job.space.facts.forms
+        limits, facts, digest, version = self._ledger.limits, job.space.facts, job.space.digest, job.space.version
+        forms, needs = facts.forms, facts.needs
         if any(rank not in forms for rank in job.lease.ranks):
             return False  # nobody has said yet how long the objects are
-        for at in range(prefetch.first, len(job.keys)):
-            chunk = job.table.chunks.get(job.keys[at])
+        keys = [part_keys(job.keys, part) for part in range(len(needs))]
+        lows = [need.first(first + 1, limits.chunk_tokens) if need.window else first for need in needs]
+        wanted = [(part, at) for at in range(min(lows), len(job.keys)) for part, low in enumerate(lows) if at >= low]
+        prefetch = Prefetch(first, want, self._ledger.next_id(), keys, wanted, len(job.keys))
+        for part, at in wanted:
+            key = keys[part][at]
+            chunk = job.table.chunks.get(key)
             for rank in job.lease.ranks:
                 if chunk is None or not chunk.ready >> rank & 1:
-                    form = forms[rank][0]
-                    name = object_name(job.space.digest, job.space.version, job.keys[at], rank, form.order)
-                    prefetch.probed.append((at, rank, ObjectName(name, form.object_bytes)))
-            if len(prefetch.probed) >= self._ledger.limits.keys_per_call:
+                    form = forms[rank][part]
+                    name = object_name(digest, version, key, rank, form.order)
+                    prefetch.probed.append((key, rank, ObjectName(name, form.object_bytes)))
+            if len(prefetch.probed) >= limits.keys_per_call:
                 break
         job.prefetch = prefetch
         self.pending[prefetch.probe_id] = job
@@ -113,35 +90,61 @@ class Prefetcher:
         prefetch = job.prefetch
         prefetch.silent = silent
         prefetch.where = {
-            (at, rank): (tier, name) for (at, rank, name), tier in zip(prefetch.probed, found, strict=True) if tier
+            (key, rank): (tier, name) for (key, rank, name), tier in zip(prefetch.probed, found, strict=True) if tier
         }
         prefetch.probed.clear()
+        if job.space.facts.needs != WHOLE:
+            self._aim(job, prefetch, prefetch.target)
         self._plan_on(job, prefetch, now)
 
     def _plan_on(self, job: Job, prefetch: Prefetch, now: int) -> None:
-        for at in range(prefetch.first + len(prefetch.planned), len(job.keys)):
-            if not self._plan(job, prefetch, at):
+        while len(prefetch.planned) < len(prefetch.wanted):
+            part, at = prefetch.wanted[len(prefetch.planned)]
+            if self._plan(job, prefetch, part, at):
+                continue
+            if job in self.blocked or job.space.facts.needs == WHOLE:
                 break
+            no_room = self._aims.can_be(job, prefetch, part, at)
+            if no_room and len(self.reads) > len(prefetch.waiting):
+                self.blocked[job] = None  # what others read, or was given up, may leave some
+                break
+            most = prefetch.target - 1
+            if not job.space.facts.needs[part].window:
+                most = at
+            elif no_room:
+                most -= most // 8  # in a bounded number of turns there is enough, or nothing is left
+            self._aim(job, prefetch, most, LIMIT if no_room else "")
         if not prefetch.waiting and job not in self.blocked:
             self.finish(job, now)
 
-    def _must_wait(self, job: Job, prefetch: Prefetch, at: int) -> bool:
+    def _aim(self, job: Job, prefetch: Prefetch, most: int, why: str = "") -> None:
+        """Aims at a hit of up to ``most`` chunks, for no more because of ``why``, and lets go of what that does not
+        need."""
+        count, places, limited = self._aims.choose(job, prefetch, most, self.reading_bytes)
+        prefetch.cut_by = LIMIT if limited else why or prefetch.cut_by
+        gone = prefetch.aim_at(count, places)
+        reads = [read for read in prefetch.waiting.values() if read.chunk in gone]
+        for read in reads:
+            del prefetch.waiting[read.read_id]
+        self._drop(job, reads)
+        self._rest(job, list(gone))
+        self._index.use(job.table, [prefetch.keys[part][at] for part, at in places], job.priority)
+
+    def _must_wait(self, job: Job, prefetch: Prefetch, key: bytes) -> bool:
         """Whether others' reads take what may be read at a time."""
-        cost = self._index.slots.cost_bytes
-        needs = [
-            cost(prefetch.where[at, rank][1].size_bytes) for rank in job.lease.ranks if (at, rank) in prefetch.where
-        ]
+        cost, where = self._index.slots.cost_bytes, prefetch.where
+        needs = [cost(where[key, rank][1].size_bytes) for rank in job.lease.ranks if (key, rank) in where]
         most = self._index.slots.total_bytes * self._ledger.limits.prefetch_share
         return self.reading_bytes > 0 and self.reading_bytes + sum(needs) > most
 
-    def _plan(self, job: Job, prefetch: Prefetch, at: int) -> bool:
-        """Plans one chunk; False when the prefix ends before it, for now or at all."""
-        table, key, source = job.table, job.keys[at], "l1"
+    def _plan(self, job: Job, prefetch: Prefetch, part: int, at: int) -> bool:
+        """Plans one chunk, or part of one; False when the prefix ends before it, for now or at all."""
+        table, key, source = job.table, prefetch.keys[part][at], L1
         chunk = table.chunks.get(key)
         reads: list[Read] = []
         if not table.live:
             return False
-        if self._must_wait(job, prefetch, at):
+        if self._must_wait(job, prefetch, key):
             self.blocked[job] = None
             prefetch.limited_by = LIMIT
             return False
@@ -156,7 +159,7 @@ class Prefetcher:
             if chunk is not None and chunk.writing >> rank & 1:
                 read = self._by_slot.get(chunk.slots[rank])  # None: a store writes it
             else:
-                read = self._begin_read(job, prefetch, at, rank)
+                read = self._begin_read(job, prefetch, key, rank)
             if read is None:
                 self._drop(job, reads)
                 if chunk is not None:
@@ -174,12 +177,12 @@ class Prefetcher:
         prefetch.sources.append(source)
         return True
 
-    def _begin_read(self, job: Job, prefetch: Prefetch, at: int, rank: int) -> Read | None:
-        if (at, rank) not in prefetch.where:
+    def _begin_read(self, job: Job, prefetch: Prefetch, key: bytes, rank: int) -> Read | None:
+        if (key, rank) not in prefetch.where:
             if prefetch.silent:
                 prefetch.limited_by = FAILED
             return None
-        tier, name = prefetch.where[at, rank]
+        tier, name = prefetch.where[key, rank]
         index, limits = self._index, self._ledger.limits
         reading = self.reading_bytes + index.slots.cost_bytes(name.size_bytes)
         slots: list[Slot] | str = LIMIT
@@ -190,7 +193,7 @@ class Prefetcher:
             return None
         (slot,) = slots
         slot.in_flight = True
-        (chunk,) = index.begin_objects(job.table, (job.keys[at],), rank, slots, job.priority)
+        (chunk,) = index.begin_objects(job.table, (key,), rank, slots, job.priority)
         read = Read(self._ledger.next_id(), tier, chunk, rank, slot)
         self.reads[read.read_id] = self._by_slot[slot] = read
         self.reading_bytes = reading
@@ -220,7 +223,11 @@ class Prefetcher:
             if not committed:
                 prefetch.limited_by = FAILED
                 self.blocked.pop(job, None)
-            if not prefetch.waiting and job not in self.blocked:
+            if not committed and job.space.facts.needs != WHOLE:
+                prefetch.where.pop((read.chunk.key, read.kv_rank), None)
+                self._aim(job, prefetch, prefetch.target - 1, FAILED)
+                self._plan_on(job, prefetch, now)
+            elif not prefetch.waiting and job not in self.blocked:
                 self.finish(job, now)
         self._unblock(now)
 
@@ -230,44 +237,72 @@ class Prefetcher:
             job = next(iter(self.blocked))
             prefetch = job.prefetch
             assert prefetch is not None
-            at = prefetch.first + len(prefetch.planned)
-            if self._must_wait(job, prefetch, at):
+            part, at = prefetch.wanted[len(prefetch.planned)]
+            if self._must_wait(job, prefetch, prefetch.keys[part][at]):
                 break
             del self.blocked[job]
             prefetch.limited_by = ""
             self._plan_on(job, prefetch, now)
             if job in self.blocked:
                 self.blocked.move_to_end(job, last=False)
+                break
 
     def finish(self, job: Job, now: int, limited_by: str = "") -> None:
         """The job is final, with what is ready."""
         prefetch = self._detach(job)
-        count = 0
-        for chunk in prefetch.planned:
-            if chunk.ready & prefetch.want != prefetch.want or not chunk.table.live:
-                break
-            count += 1
-        if not limited_by or (prefetch.planned and count == len(prefetch.planned)):
-            limited_by = prefetch.limited_by
-        kept = count if job.pins else 0
-        self._leases.grant(job.lease, prefetch.planned[:kept])
-        self._index.unpin(prefetch.planned[kept:])
-        total = prefetch.first + count
-        by_tier: dict[str, int] = {"l1": prefetch.first} if prefetch.first else {}
-        for source in prefetch.sources[:count]:
-            by_tier[source] = by_tier.get(source, 0) + 1
+        total = (self._grant if job.space.facts.needs == WHOLE else self._grant_parted)(job, prefetch)
+        if not limited_by or (prefetch.planned and total == prefetch.target):
+            limited_by = prefetch.cut_by or prefetch.limited_by
+        below = {at: source for (_, at), source in zip(prefetch.wanted, prefetch.sources, strict=False) if source != L1}
+        by_tier = dict(Counter(below.get(at, L1) if total > prefetch.first else L1 for at in range(total)))
         del job.keys[total:]
         chunk_tokens = self._ledger.limits.chunk_tokens
-        self._ledger.counters["hit_tokens" if job.pins else "warmed_tokens"] += count * chunk_tokens
+        more = max(total - prefetch.first, 0) * chunk_tokens
+        self._ledger.counters["hit_tokens" if job.pins else "warmed_tokens"] += more
         self._jobs.settle(
             job, PrefetchStatus(True, total * chunk_tokens, total > 0 and job.pins, by_tier, limited_by), now
         )
         self._ledger.outbox.append(JobDone(job.job_id))
 
+    def _grant(self, job: Job, prefetch: Prefetch) -> int:
+        """Leases what of the plan is ready, from its beginning; how many chunks the hit has."""
+        count = 0
+        for chunk in prefetch.planned:
+            if chunk.ready & prefetch.want != prefetch.want or not chunk.table.live:
+                break
+            count += 1
+        prefetch.target = prefetch.first + len(prefetch.planned)
+        kept = count if job.pins else 0
+        self._leases.grant(job.lease, prefetch.planned[:kept])
+        self._index.unpin(prefetch.planned[kept:])
+        return prefetch.first + count
+
+    def _grant_parted(self, job: Job, prefetch: Prefetch) -> int:
+        """Leases the longest hit up to the target that is there now, instead of the first one if it is longer."""
+        facts, size, chunks = job.space.facts, self._ledger.limits.chunk_tokens, list[Chunk]()
+        hit = find(job.table, job.keys[: prefetch.target if job.table.live else 0], prefetch.want, facts.needs, size)
+        count = hit.size if hit.size > prefetch.first or not job.pins else prefetch.first
+        if count > prefetch.first and job.pins:
+            chunks = hit.chunks
+            if [chunk for chunk in chunks if not chunk.pins] and not self._leases.fits(chunks):
+                prefetch.cut_by, count, chunks = LIMIT, prefetch.first, []
+        if chunks:
+            self._leases.renew(job.lease, chunks)
+            job.lease.starts = hit.starts
+        self._rest(job, prefetch.planned)
+        self._index.eviction.use(hit.in_order(), job.priority)
+        return count
+
+    def _rest(self, job: Job, chunks: Sequence[Chunk]) -> None:
+        """These are not planned any more; they are used first, so that they have a place in the order of eviction."""
+        if job.table.live:
+            self._index.eviction.use(chunks, job.priority)
+        self._index.unpin(chunks)
+
     def end(self, job: Job) -> None:
         """The job is going: gives back everything that it waits for."""
         if job.prefetch is not None:
-            self._index.unpin(self._detach(job).planned)
+            self._rest(job, self._detach(job).planned)
 
     def _detach(self, job: Job) -> Prefetch:
         prefetch = job.prefetch
@@ -275,7 +310,8 @@ class Prefetcher:
         job.prefetch = None
         del self.pending[prefetch.probe_id]
         self.blocked.pop(job, None)
-        self._index.use(job.table, job.keys, job.priority)
+        if job.space.facts.needs == WHOLE:
+            self._index.use(job.table, job.keys, job.priority)
         self._drop(job, prefetch.waiting.values())
         return prefetch
 

@@ -17,9 +17,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvgrpc.core.errors import Refusal
-from kvgrpc.core.geometry import ALL, Part
+from kvgrpc.core.geometry import Part, PartForm
 from kvgrpc.core.index import Chunk, Index, Space
-from kvgrpc.core.keys import object_name
+from kvgrpc.core.keys import object_name, part_of
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.slots import Claims, Slot
 from kvgrpc.core.states import READY
@@ -31,15 +31,21 @@ WAITING_MOST = 65536
 
 
 class Form(NamedTuple):
-    """What the objects of one version of a space and one KV rank have in common."""
+    """What the objects of one version of a space, one KV rank and one part have in common. ``parts``: of all parts of
+    a chunk of that rank, since the next server has to know what a hit needs before an engine tells it."""
 
     identity: SpaceIdentity
     lora: str
     cache_salt: str
     version: int
     kv_rank: int
-    order: str
-    size_bytes: int
+    parts: tuple[PartForm, ...]
+    part: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the objects."""
+        return self.parts[self.part].object_bytes
 
 
 class Record(NamedTuple):
@@ -105,8 +111,6 @@ class Records:
         slot = chunk.slots.get(kv_rank)
         if slot is None or slot.state is not READY or slot.checksum or not chunk.table.live:
             return None
-        if chunk.table.space.facts.needs != (ALL,):
-            return None  # a record does not say which part of a chunk it is
         return Sealing(chunk, kv_rank, slot, _name(chunk, kv_rank))
 
     def sealed(self, sealing: Sealing, checksum: bytes) -> Record | None:
@@ -152,7 +156,11 @@ class Records:
             if space is None:
                 continue
             named = (space.digest, record.key, form.kv_rank)
-            slot = None if named in seen else claims.claim(form.size_bytes, record.extents)
+            slot = (
+                None
+                if named in seen or part_of(record.key) != form.part
+                else claims.claim(form.size_bytes, record.extents)
+            )
             if slot is None and whole:
                 raise UnsoundRecordsError(f"two objects share a place, or one lies where none can: {record.extents}")
             if slot is not None:
@@ -178,9 +186,11 @@ class Records:
             return None  # too many are remembered already
         if not form.version == space.version == version_of(kept, facts.base, space.digest):
             return None
-        one = Part(0, ALL, (), (), form.size_bytes, form.order)
-        known = facts.forms.setdefault(form.kv_rank, (one,))
-        return space if [part.form for part in known] == [one.form] else None
+        needs = tuple(need for need, _, _ in form.parts)
+        facts.needs = facts.needs if facts.forms else needs
+        parts = [Part(number, need, (), (), size, order) for number, (need, size, order) in enumerate(form.parts)]
+        known = facts.forms.setdefault(form.kv_rank, tuple(parts)) if needs == facts.needs else ()
+        return space if tuple(part.form for part in known) == form.parts else None
 
     def checked(self, sealing: Sealing, holds: bool) -> None:
         """An adopted object is what its record says, and can be found from now on; or its place is free."""
@@ -195,11 +205,12 @@ class Records:
 
 def _name(chunk: Chunk, kv_rank: int) -> str:
     space = chunk.table.space
-    return object_name(space.digest, space.version, chunk.key, kv_rank, space.facts.forms[kv_rank][0].order)
+    order = space.facts.forms[kv_rank][part_of(chunk.key)].order
+    return object_name(space.digest, space.version, chunk.key, kv_rank, order)
 
 
 def _record(chunk: Chunk, kv_rank: int, slot: Slot) -> Record:
     space = chunk.table.space
-    ref, order = space.ref, space.facts.forms[kv_rank][0].order
-    form = Form(space.facts.identity, ref.lora, ref.cache_salt, space.version, kv_rank, order, slot.size_bytes)
+    ref, parts = space.ref, tuple(part.form for part in space.facts.forms[kv_rank])
+    form = Form(space.facts.identity, ref.lora, ref.cache_salt, space.version, kv_rank, parts, part_of(chunk.key))
     return Record(form, chunk.key, chunk.priority, slot.extents, slot.checksum)

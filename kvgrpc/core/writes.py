@@ -16,12 +16,12 @@ from itertools import chain, islice
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Index, Space
-from kvgrpc.core.keys import describe, object_name
+from kvgrpc.core.keys import describe, object_name, part_of
 from kvgrpc.core.ledger import Ledger
 from kvgrpc.core.records import Records
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import FREE
-from kvgrpc.core.types import ALL, ObjectName, WriteObject, WritePolicy
+from kvgrpc.core.types import ObjectName, WriteObject, WritePolicy
 
 _AHEAD_MOST = 1024
 """Chunks that are looked at, from the next victim on, for some that were not written yet."""
@@ -75,8 +75,6 @@ class WriteBehind:
         return self.policies.get(model) or self.policies.get("", WritePolicy.THROUGH)
 
     def _policy(self, space: Space) -> WritePolicy:
-        if space.facts.needs != (ALL,):
-            return WritePolicy.NONE  # nothing would find its parts there
         return self._policy_of(space.facts.identity.model)
 
     # ---- what happens -----------------------------------------------------------------------------------------------
@@ -187,6 +185,6 @@ class WriteBehind:
 
 def _name(chunk: Chunk, kv_rank: int, slot: Slot) -> ObjectName:
     space = chunk.table.space
-    order = space.facts.forms[kv_rank][0].order
+    order = space.facts.forms[kv_rank][part_of(chunk.key)].order
     name = object_name(space.digest, space.version, chunk.key, kv_rank, order)
     return ObjectName(name, slot.size_bytes, describe(space.digest, space.version, chunk.key, kv_rank, order))

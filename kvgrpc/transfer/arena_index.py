@@ -6,7 +6,8 @@ serial, the frame's number (u64 each), kind and content; all little-endian. So n
 another place in the file, or with any bit changed passes. Kinds, in this order:
 
     1 HEAD    first, once; JSON: format, arena (hex id), serial, arena_bytes, page_bytes, chunk_tokens
-    2 FORM    JSON: a ``kvgrpc.core.records.Form``; the n-th one is form n, from 0
+    2 FORM    JSON: a ``kvgrpc.core.records.Form``, its parts as {window, aligned, size_bytes, order}; the n-th one is
+              form n, from 0. In format 1, still read, it has order and size_bytes of the only part itself
     3 OBJECT  form (u32), priority (u8), length of the key (u8), count of extents (u16), checksum (16), key, extents
               (offset and length, u64 each)
     4 END     last, when the server ended in order; count of objects (u64)
@@ -28,9 +29,10 @@ from typing import Any, BinaryIO
 from xxhash import xxh3_128_digest
 
 from kvgrpc.core.records import Form, Record
-from kvgrpc.core.types import Priority, SpaceIdentity
+from kvgrpc.core.types import Need, PartForm, Priority, SpaceIdentity
+from kvgrpc.transfer.layout import MAX_NEEDS
 
-FORMAT = 1
+FORMAT, FORMATS = 2, (1, 2)
 HEAD, FORM, OBJECT, END = 1, 2, 3, 4
 FRAME_MOST = 1 << 20
 INDEX_MOST = 1 << 30
@@ -100,8 +102,7 @@ class IndexFile:
             form = self._forms.get(record.form)
             if form is None:
                 form = self._forms[record.form] = len(self._forms)
-                told = {**record.form._asdict(), "identity": asdict(record.form.identity)}
-                yield self._frame(FORM, json.dumps(told).encode())
+                yield self._frame(FORM, json.dumps(_told(record.form)).encode())
             fields = _OBJECT.pack(form, record.priority, len(record.key), len(record.extents), record.checksum)
             extents = struct.pack(f"<{2 * len(record.extents)}Q", *(at for extent in record.extents for at in extent))
             self.objects += 1
@@ -137,6 +138,14 @@ class IndexFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _told(form: Form) -> dict[str, Any]:
+    parts = [
+        {"window": need.window, "aligned": need.aligned, "size_bytes": size_bytes, "order": order}
+        for need, size_bytes, order in form.parts
+    ]
+    return {**form._asdict(), "identity": asdict(form.identity), "parts": parts}
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -218,7 +227,7 @@ def _frames(file: BinaryIO, head: Head | None) -> Iterator[tuple[int, bytes]]:
 
 def _head(content: bytes) -> Head:
     told: dict[str, Any] = json.loads(content)
-    if told["format"] != FORMAT:
+    if told["format"] not in FORMATS:
         raise IndexDamagedError(f"the index has format {told['format']}, not {FORMAT}")
     sizes = {name: _number(told[name], 1 << 62) for name in ("serial", "arena_bytes", "page_bytes", "chunk_tokens")}
     return Head(arena=bytes.fromhex(told["arena"]), **sizes)
@@ -242,13 +251,26 @@ def _form(content: bytes) -> Form:
     names = ("model", "revision", "kv_dtype", "hash_algorithm", "stored_form")
     world = _number(said["kv_world_size"], WORLD_MOST)
     identity = SpaceIdentity(kv_world_size=world, **{name: _text(said[name]) for name in names})
-    kv_rank, size_bytes = _number(told["kv_rank"], world - 1), _number(told["size_bytes"], 1 << 62)
-    if not size_bytes:
-        raise ValueError("objects of no bytes")
     if not isinstance(told["version"], int):
         raise ValueError("a version that is no number")
-    lora, salt, order = (_text(told[name]) for name in ("lora", "cache_salt", "order"))
-    return Form(identity, lora, salt, told["version"], kv_rank, order, size_bytes)
+    lora, salt = _text(told["lora"]), _text(told["cache_salt"])
+    several = "parts" in told
+    parts = tuple(map(_part, told["parts"] if several else (told,)))
+    if not 1 <= len(parts) <= MAX_NEEDS:
+        raise ValueError(f"chunks in {len(parts)} parts")
+    part = _number(told["part"], len(parts) - 1) if several else 0
+    return Form(identity, lora, salt, told["version"], _number(told["kv_rank"], world - 1), parts, part)
+
+
+def _part(told: dict[str, Any]) -> PartForm:
+    size_bytes, window, aligned = (
+        _number(told["size_bytes"], 1 << 62),
+        told.get("window", 0),
+        told.get("aligned", False),
+    )
+    if not size_bytes or not isinstance(aligned, bool):
+        raise ValueError("objects of no bytes, or of no known need")
+    return PartForm(Need(_number(window, 1 << 31), aligned), size_bytes, _text(told["order"]))
 
 
 def _record(content: bytes, forms: Sequence[Form]) -> Record:

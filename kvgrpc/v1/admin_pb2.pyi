@@ -929,7 +929,9 @@ class InspectedChunk(_message.Message):
     """Retention and operator pins that keep it."""
     @_builtins.property
     def tier_ranks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """KV ranks whose object a lower tier says it has, by tier. Absent: none, or the tier was not asked about it."""
+        """KV ranks whose object a lower tier says it has, by tier; of a chunk in parts the first, as above. Absent: none, or the tier was not
+        asked about it.
+        """
 
     def __init__(
         self,

@@ -241,7 +241,7 @@ class PrefetchStatus(_message.Message):
     """Why the hit is shorter than it might have been: "" or one of PREFETCH_TIMEOUT, PREFETCH_LIMIT, PREFETCH_FAILED."""
     @_builtins.property
     def hit_chunks_by_tier(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Hit chunks by where they were found: "l1", or the tier's name."""
+        """Hit chunks by where they were found: "l1", or the tier's name. A chunk in parts is the tier's if one of them came from there."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvgrpc.core import types as t
 from kvgrpc.core.index import Chunk
-from kvgrpc.core.keys import part_keys
+from kvgrpc.core.keys import object_name, part_keys
 from tests.core.desk import BLOCK, CHUNK, Desk, EngineDesk, block_ids
 
 NUM_BLOCKS = 4096
@@ -33,16 +33,26 @@ class PartedDesk:
     group's list."""
 
     def __init__(
-        self, needs: Sequence[t.Need], chunks: int = 256, ranks: int = 1, limits: t.CoreLimits | None = None
+        self,
+        needs: Sequence[t.Need],
+        chunks: int = 256,
+        ranks: int = 1,
+        limits: t.CoreLimits | None = None,
+        tiers: tuple[str, ...] = (),
+        register: bool = True,
     ) -> None:
         self.needs = tuple(needs)
-        self.desk = Desk(chunks, limits=limits or t.CoreLimits(pin_share=1.0, hold_share=1.0))
+        self.desk = Desk(chunks, tiers, limits=limits or t.CoreLimits(pin_share=1.0, hold_share=1.0))
         self.engine: EngineDesk = self.desk.engine("e", tp_size=ranks, kv_tp_size=ranks, register=False)
         self.ranks = ranks
-        geometry = t.Geometry(tuple(t.GroupGeometry(BLOCK, NUM_BLOCKS, 64, need) for need in self.needs))
-        for rank in range(ranks):
-            self.engine.share(rank, geometry=geometry)
+        if register:
+            self.share()
         self.parts = sorted(dict.fromkeys(self.needs), key=lambda need: need != t.ALL)
+
+    def share(self) -> None:
+        geometry = t.Geometry(tuple(t.GroupGeometry(BLOCK, NUM_BLOCKS, 64, need) for need in self.needs))
+        for rank in range(self.ranks):
+            self.engine.share(rank, geometry=geometry)
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
@@ -92,6 +102,24 @@ class PartedDesk:
                 for group, blocks in zip(groups, block_ids(piece), strict=True):
                     found |= {(group, block) for block in blocks}
         return found
+
+    # ---- below ------------------------------------------------------------------------------------------------------
+
+    @property
+    def below(self) -> set[str]:
+        """Names of what was written to the tier."""
+        return {write.object.name for write in self.desk.written}
+
+    def name(self, group: int, at: int, prompt: str = "a", rank: int = 0) -> str:
+        """Of an object below, under today's version of the space."""
+        space = self.desk.book.index.space(self.engine.space)
+        (key,) = part_keys([self.engine.content(prompt, at + 1).keys[at]], self.parts.index(self.needs[group]))
+        return object_name(space.digest, space.version, key, rank, "")
+
+    def answer(self, below: set[str]) -> None:
+        """Answers the probe under way."""
+        (probe,) = self.desk.probes.values()
+        self.desk.answer_probe(*("disk" if one.name in below else "" for one in probe.objects), "")
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 

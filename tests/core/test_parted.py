@@ -252,16 +252,3 @@ def test_other_needs_in_the_same_space_are_refused():
     other = p.desk.engine("other", register=False)
     with refused(Reason.GEOMETRY_MISMATCH):
         other.share(0, geometry=t.Geometry(groups))
-
-
-def test_lower_tiers_have_no_models_of_several_parts():
-    p = PartedDesk([t.ALL, STATE])
-    tiers = type(p.desk)(64, ("disk",))
-    p.desk = tiers
-    p.engine = tiers.engine("e", register=False)
-    group = t.GroupGeometry(BLOCK, 4096, 64)
-    p.engine.share(0, geometry=t.Geometry((group, replace(group, need=STATE))))
-    p.store("a", 2)
-    assert not tiers.written
-    assert p.engine.lookup("b", 2).status.done
-    assert not tiers.probes

@@ -12,14 +12,16 @@ import pytest
 from kvgrpc.core import types as t
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.invariants import check
+from kvgrpc.core.keys import part_keys
 from kvgrpc.core.records import Form, Record, UnsoundRecordsError
-from kvgrpc.core.types import NO_VERSIONS, Extent, Priority, SpaceIdentity, Versions
+from kvgrpc.core.types import NO_VERSIONS, Extent, PartForm, Priority, SpaceIdentity, Versions
+from tests.core.parted import PartedDesk, outcomes
 
 PAGE = 4096
 PAGES = 64
 IDENTITY = SpaceIdentity("m", "", "bf16", 1, "sha256-u32le", "form")
-LARGE = Form(IDENTITY, "", "", 0, 0, "order", 2 * PAGE)
-SMALL = Form(replace(IDENTITY, model="small"), "", "salt", 0, 0, "order", 1000)
+LARGE = Form(IDENTITY, "", "", 0, 0, (PartForm(t.ALL, 2 * PAGE, "order"),))
+SMALL = Form(replace(IDENTITY, model="small"), "", "salt", 0, 0, (PartForm(t.ALL, 1000, "order"),))
 COST = 1024
 LIMITS = t.CoreLimits(chunk_tokens=16, page_bytes=PAGE)
 
@@ -162,6 +164,83 @@ def test_random_arenas() -> None:
             one.records.checked(sealing, rng.random() < 0.7)
         check(one)
         assert not records or adopted
+
+
+# ---- chunks in parts ----
+
+NEEDS = (PartForm(t.ALL, 2 * PAGE, "o"), PartForm(t.Need(32), 1000, "p"), PartForm(t.Need(8), 1000, "q"))
+PARTED = [Form(IDENTITY, "", "", 0, 0, NEEDS, part) for part in range(3)]
+
+
+def part(number: int, at: int, *extents: Extent) -> Record:
+    """Of the chunk ``at``, whose hit needs two windows of a chunk and one state."""
+    (key,) = part_keys([at.to_bytes(32, "little")], number)
+    return Record(PARTED[number], key, Priority.NORMAL, extents, b"c" * 16)
+
+
+PARTS = [
+    *(part(0, at, (2 * at * PAGE, 2 * PAGE)) for at in range(4)),
+    *(part(1, at, (20 * PAGE + (at - 2) * COST, COST)) for at in (2, 3)),
+    part(2, 3, (20 * PAGE + 2 * COST, COST)),
+]
+
+
+def hit(one: Bookkeeper) -> int:
+    """What a lookup of 4 chunks finds before any engine has told what its hits need."""
+    ref = t.SpaceRef(one.space_base(0, IDENTITY))
+    return one.lookups.resident(ref, [at.to_bytes(32, "little") for at in range(4)], 1).size
+
+
+def test_parts_are_where_they_were_and_make_the_hit_that_they_made() -> None:
+    one = book()
+    assert adopt(one, PARTS) == 7
+    assert {*one.records.of(one.records.chunks())} == {*PARTS}
+    assert hit(one) == 4
+
+
+@pytest.mark.parametrize("gone", range(7))
+def test_a_part_that_does_not_hold_makes_no_false_hit(gone: int) -> None:
+    """Field report 21, after a restart: a hit only when every part has what it needs."""
+    one = book()
+    one.records.adopt(PARTS, NO_VERSIONS, whole=False)
+    for sealing in list(one.records.unchecked):
+        assert hit(one) == 0
+        one.records.checked(sealing, sealing.slot.extents != PARTS[gone].extents)
+        check(one)
+    assert hit(one) == 0
+
+
+def test_forms_that_contradict_each_other() -> None:
+    """Whichever comes later counts, and a part is never taken for another."""
+    plain = record(LARGE, 40, (40 * PAGE, 2 * PAGE))
+    one = book()
+    assert adopt(one, [*PARTS, plain]) == 1
+    assert one.index.bases[one.space_base(0, IDENTITY)].needs == (t.ALL,)
+    one = book()
+    assert adopt(one, [plain, *PARTS]) == 7
+    assert hit(one) == 4
+    wrong = PARTS[4]._replace(form=PARTED[2], extents=((30 * PAGE, COST),))
+    with pytest.raises(UnsoundRecordsError):
+        adopt(book(), [*PARTS, wrong])
+    assert adopt(book(), [*PARTS, wrong], whole=False) == 7
+
+
+def test_an_engine_of_the_same_parts_goes_on_with_them() -> None:
+    p = PartedDesk([t.ALL, t.Need(32), t.Need(8)])
+    p.store("a", 4)
+    records = p.desk.book.records
+    for sealing in records.unrecorded():
+        assert records.sealed(sealing, b"c" * 16) is not None
+    left = records.of(records.chunks())
+    assert len(left) == 12
+    again = PartedDesk([t.ALL, t.Need(32), t.Need(8)], register=False)
+    again.desk.book.records.adopt(left, NO_VERSIONS, whole=True)
+    for sealing in list(again.desk.book.records.unchecked):
+        again.desk.book.records.checked(sealing, True)
+    again.share()
+    job = again.engine.lookup("a", 4)
+    assert job.status.hit_tokens == 4 * 16
+    assert {outcome for outcome, _ in outcomes(again.retrieve(job, 4))} == {"LOADED"}
 
 
 # ---- making them ----

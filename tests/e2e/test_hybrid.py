@@ -4,82 +4,33 @@ with a pool of pages have it, and every byte is compared."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import NULL_BLOCK, ChunkResult, CoreLimits
 from tests.e2e.harness import Engine, LocalServer, local_server
+from tests.e2e.hybrids import BLOCKS, CHUNK, FILL, Pages, first_needed, first_stored, groups, tokens
 
-CHUNK, PAGE, LAYERS, BLOCKS = 64, 512, 2, 160
-FILL = 0xA5
-Bytes = NDArray[np.uint8]
-RUNS = api.Runs(0, 0, LAYERS, BLOCKS * PAGE, 1, 0, PAGE, 256)
-
-
-def group(kind: api.GroupKind, block_size: int, run_bytes: int, window: int = 0) -> api.KvGroup:
-    runs = (replace(RUNS, run_bytes=run_bytes),)
-    return api.KvGroup(block_size, BLOCKS, runs, api.BlockForm.OPAQUE, kind, window, backend="X", layout="Y")
+GROUPS = groups()
+FIRST_NEEDED = first_needed(3 * CHUNK)
+FIRST_STORED = first_stored(3 * CHUNK)
 
 
-GROUPS = (
-    group(api.GroupKind.FULL, 16, 256),
-    group(api.GroupKind.SLIDING_WINDOW, 16, 384, 72),
-    group(api.GroupKind.RECURRENT, 32, PAGE),
-    group(api.GroupKind.CHUNKED_LOCAL, 16, 128, 32),
-    group(api.GroupKind.SLIDING_WINDOW, 16, 256, 72),
-)
-FIRST_NEEDED = (0, 2 * CHUNK - 72 + CHUNK, 3 * CHUNK - 32, 3 * CHUNK - 32, 2 * CHUNK - 72 + CHUNK)
-"""Tokens, of a hit of 3 chunks."""
-FIRST_STORED = (0, CHUNK, 3 * CHUNK - 32, 3 * CHUNK - 32, CHUNK)
-"""The first token in the objects that such a hit has, since whole objects are restored."""
-
-
-def coded(number: int, layer: int, place: int, length: int) -> Bytes:
-    """What a group's block at this place of the prompt holds in one layer."""
-    at = np.arange(length, dtype=np.uint64)
-    mixed = (at * 0x9E3779B1 + number * 0x85EBCA77 + layer * 0xC2B2AE3D + place * 0x27D4EB2F + 0x165667B1) & 0xFFFFFFFF
-    return (mixed >> 13).astype(np.uint8)
-
-
-class Pool(Engine):
-    """An engine whose groups share one pool of pages; block 0 is nobody's."""
+class Pool(Engine, Pages):
+    """An engine whose groups share one pool of pages."""
 
     def __init__(self, server: LocalServer, seed: int) -> None:
-        super().__init__(server, num_blocks=BLOCKS)
-        pages = np.frombuffer(self.image.memory, np.uint8)
-        assert len(pages) >= LAYERS * BLOCKS * PAGE
-        self.pages: Bytes = pages[: LAYERS * BLOCKS * PAGE].reshape(LAYERS, BLOCKS, PAGE)
-        self.pages[:] = FILL
-        self._rng = random.Random(seed)
+        Engine.__init__(self, server, num_blocks=BLOCKS)
+        Pages.__init__(self, self.image.buffer, seed)
 
     def registration(self) -> api.RegisterRequest:
-        memory = (api.SharedMemory(self.memory_name, 0, LAYERS * BLOCKS * PAGE),)
+        memory = (api.SharedMemory(self.memory_name, 0, self.size_bytes),)
         return replace(super().registration(), layout=api.Layout(memory, GROUPS))
-
-    def take(self, tokens: int, lack_below: Sequence[int] = (0,) * len(GROUPS)) -> list[list[int]]:
-        """Different blocks for every group, null blocks below these tokens."""
-        free = self._rng.sample(range(1, BLOCKS), BLOCKS - 1)
-        return [
-            [NULL_BLOCK if (at + 1) * one.block_size <= below else free.pop() for at in range(tokens // one.block_size)]
-            for one, below in zip(GROUPS, lack_below, strict=True)
-        ]
-
-    def put(self, ids: list[list[int]], pages: Bytes, first: Sequence[int] = (0,) * len(GROUPS)) -> None:
-        """Position-coded data from these tokens on, in a copy of the pages."""
-        for number, (one, blocks, start) in enumerate(zip(GROUPS, ids, first, strict=True)):
-            length = one.runs[0].run_bytes
-            for place, block in enumerate(blocks):
-                if block != NULL_BLOCK and (place + 1) * one.block_size > start:
-                    for layer in range(LAYERS):
-                        pages[layer, block, :length] = coded(number, layer, place, length)
 
     async def keep(self, prompt: api.Tokens, ids: list[list[int]]) -> tuple[ChunkResult, ...]:
         self.put(ids, self.pages)
@@ -92,10 +43,6 @@ class Pool(Engine):
         span = api.TokenRange(start, end)
         request = api.RetrieveRequest(self.engine_id, self.next_call_id(), job_id, span, blocks)
         return await self.worker.retrieve(request)
-
-
-def tokens(count: int) -> api.Tokens:
-    return api.Tokens.from_ids(range(7, 7 + count))
 
 
 async def pool(server: LocalServer, seed: int) -> Pool:

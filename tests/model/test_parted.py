@@ -92,12 +92,14 @@ class Parted(RuleBasedStateMachine):
         hit = answer.status.hit_tokens // CHUNK
         assert hit == self.longest(prompt, count)
         if hit:
-            parts = self.p.parts
-            units = [
-                (part, at) for part, need in enumerate(parts) for at in self.looked_at(self.p.needs.index(need), hit)
-            ]
-            left = {(rank, part * CHUNKS + at) for rank in range(self.p.ranks) for part, at in units}
-            self.jobs.append((answer, prompt, hit, left))
+            self.note(answer, prompt, hit)
+
+    def note(self, answer: t.LookupAnswer, prompt: str, hit: int) -> None:
+        """A lookup has pinned what such a hit needs."""
+        parts = self.p.parts
+        units = [(part, at) for part, need in enumerate(parts) for at in self.looked_at(self.p.needs.index(need), hit)]
+        left = {(rank, part * CHUNKS + at) for rank in range(self.p.ranks) for part, at in units}
+        self.jobs.append((answer, prompt, hit, left))
 
     @precondition(lambda self: bool(self.jobs))
     @rule(number=st.integers(0, 99), rank=st.integers(0, 1), start=st.integers(0, CHUNKS), lack=st.booleans())
@@ -139,6 +141,10 @@ class Parted(RuleBasedStateMachine):
 
     @rule(prompt=st.sampled_from(PROMPTS), group=st.integers(0, 3), at=st.integers(0, CHUNKS - 1))
     def evict(self, prompt: str, group: int, at: int) -> None:
+        self.forget(prompt, group, at)
+
+    def forget(self, prompt: str, group: int, at: int) -> None:
+        """Evicts the object of a group, unless somebody uses it."""
         group %= len(self.p.needs)
         if self.p.evict(group, at, prompt):
             need, key = self.p.needs[group], self.key(prompt, at)
@@ -163,11 +169,13 @@ class Parted(RuleBasedStateMachine):
             assert self.p.desk.counts.pins == sum(len(left) for *_, left in self.jobs)
 
 
-TestParted = Parted.TestCase
-TestParted.settings = settings(
+SETTINGS = settings(
     max_examples=80,
     stateful_step_count=30,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+TestParted = Parted.TestCase
+TestParted.settings = SETTINGS

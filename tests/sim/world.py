@@ -130,8 +130,11 @@ class World:
         ]
         prompts = self._prompts(number)
         keys = sorted({key for prompt in prompts for key in prompt.keys})
+        cells = [sum(families) * CHUNK_TOKENS]
+        if paging:
+            cells = list(map(len, Shape(CHUNK_TOKENS, self._groups(families, paging)).places()))
         for _, space in spaces:
-            self.hands.tiers.know(space, keys, identity.kv_world_size, sum(families) * CHUNK_TOKENS, "")
+            self.hands.tiers.know(space, keys, identity.kv_world_size, cells)
         self.models.append(Model(identity, families, paging, prompts, spaces))
         if not paging or any(need == ALL for _, need in paging):
             self.hands.watch.chains(prompt.keys for prompt in prompts)
@@ -166,8 +169,12 @@ class World:
         rng = self.rng
         block_sizes = [rng.choice((1, 2, 4)) for _ in model.families]
         paging = model.paging or tuple((size, ALL) for size in block_sizes)
-        groups = tuple(Group(f, size, 80 // size, need) for f, (size, need) in zip(model.families, paging, strict=True))
+        groups = self._groups(model.families, paging)
         return [EngineMemory(Shape(CHUNK_TOKENS, groups), rng.randbytes(8)) for _ in kind.ranks()]
+
+    @staticmethod
+    def _groups(families: tuple[int, ...], paging: tuple[tuple[int, Need], ...]) -> tuple[Group, ...]:
+        return tuple(Group(f, size, 80 // size, need) for f, (size, need) in zip(families, paging, strict=True))
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.core.records import Form, Record
-from kvgrpc.core.types import Priority, SpaceIdentity
+from kvgrpc.core.types import ALL, Need, PartForm, Priority, SpaceIdentity
+from kvgrpc.transfer import arena_index
 from kvgrpc.transfer.arena_index import Head, IndexDamagedError, IndexFile, is_index, read_index
 
 HEAD = Head(b"a" * 16, 3, 1 << 20, 4096, 16)
@@ -21,10 +22,10 @@ FORMS = [
         "salt\ud83d",
         1 << 70,
         1,
-        "o",
-        8192,
+        (PartForm(ALL, 8192, "o"), PartForm(Need(1024), 64, "p"), PartForm(Need(32, aligned=True), 8192, "q")),
+        2,
     ),
-    Form(SpaceIdentity("other", "", "bf16", 1, "x", "form"), "", "", 0, 0, "", 64),
+    Form(SpaceIdentity("other", "", "bf16", 1, "x", "form"), "", "", 0, 0, (PartForm(ALL, 64, ""),)),
 ]
 RECORDS = [
     Record(FORMS[number % 2], bytes([number]) * 32, Priority(number % 3), ((4096 * number, 4096), (0, 4096)), b"c" * 16)
@@ -135,3 +136,50 @@ def test_a_full_file_system_keeps_no_descriptor(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(OSError, match="No space"):
             IndexFile(tmp_path / "a.index", HEAD)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_index_of_format_1_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As servers wrote it whose chunks had one part."""
+
+    def told(form: Form) -> dict[str, object]:
+        (part,) = form.parts
+        fields = {name: getattr(form, name) for name in ("lora", "cache_salt", "version", "kv_rank")}
+        return {"identity": asdict(form.identity), **fields, "order": part.order, "size_bytes": part.object_bytes}
+
+    path, records = tmp_path / "index", [one for one in RECORDS if len(one.form.parts) == 1]
+    with monkeypatch.context() as then:
+        then.setattr(arena_index, "FORMAT", 1)
+        then.setattr(arena_index, "_told", told)
+        file = IndexFile(path, HEAD)
+        file.append(records)
+        file.publish()
+        file.end()
+        file.close()
+    assert b'"parts"' not in path.read_bytes()
+    assert list(read_index(path, HEAD.arena).records) == records
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"parts": []},
+        {"part": 3},
+        {"part": -1},
+        {"parts": [{"window": 0, "aligned": False, "size_bytes": 64, "order": ""}] * 9},
+        {"parts": [{"window": 0, "aligned": False, "size_bytes": 0, "order": ""}], "part": 0},
+        {"parts": [{"window": -1, "aligned": False, "size_bytes": 64, "order": ""}], "part": 0},
+        {"parts": [{"window": 1, "aligned": 1, "size_bytes": 64, "order": ""}], "part": 0},
+        {"parts": 7},
+        {"format": 3},
+    ],
+)
+def test_forms_that_cannot_be_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: dict[str, object]
+) -> None:
+    right = arena_index._told
+    with monkeypatch.context() as then:
+        then.setattr(arena_index, "FORMAT", spoiled.get("format", arena_index.FORMAT))
+        then.setattr(arena_index, "_told", lambda form: {**right(form), **spoiled})
+        written(tmp_path / "index", whole=True)
+    with pytest.raises(IndexDamagedError):
+        read_index(tmp_path / "index", HEAD.arena)
