@@ -96,11 +96,11 @@ class Card:
         """(free, all) bytes."""
 
 class DeviceMapping:
-    """Open memory of a card, and the paging in it; every address is checked here once. Not its opener: close the memory
-    after this has gone.
+    """Open memory of a card, and the paging in it of each part of a chunk; every address is checked here once. Not its
+    opener: close the memory after this has gone.
 
-    ``regions`` are (address, bytes); ``windows`` and ``groups`` as for Mapping. ``mode``: 0 copy engines, 1 a kernel
-    and a ring on the card, 2 a kernel that reaches into the arena.
+    ``regions`` are (address, bytes); ``windows`` and the groups of a part as for Mapping. ``mode``: 0 copy engines,
+    1 a kernel and a ring on the card, 2 a kernel that reaches into the arena.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DeviceMapping:
         card: Card,
         regions: Sequence[tuple[int, int]],
         windows: Sequence[tuple[int, int, int]],
-        groups: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]],
+        parts: Sequence[Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]]],
         mode: int,
     ) -> None: ...
 
@@ -135,9 +135,9 @@ class DeviceCopier:
     def load(self, function: int, staged_blocks: int = 32, direct_blocks: int = 8) -> None:
         """The kernel, loaded into the card's primary context, and its thread blocks."""
 
-    def launch(self, mapping: DeviceMapping, words: Buffer, retrieve: bool) -> Flight:
-        """Starts a slice; ``words`` as HostCopier.copy takes them. Slices of one mapping and direction are copied in
-        the order of their launch. Raises ValueError, before anything has moved, unless all lies inside the arena and
-        the mapping."""
+    def launch(self, mapping: DeviceMapping, part: int, words: Buffer, retrieve: bool) -> Flight:
+        """Starts a slice of one part; ``words`` as HostCopier.copy takes them. Slices of one mapping and
+        direction are copied in the order of their launch. Raises ValueError, before anything has moved, unless all lies
+        inside the arena and the mapping."""
 
     def close(self) -> None: ...

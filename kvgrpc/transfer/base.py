@@ -41,8 +41,7 @@ class Mover(Protocol):
 
         Answers 16 bytes that stand for the layout and the memory objects behind it (Registration.layout_digest): equal
         to those of another mapping that is still open only if both are the same, whatever a name means by now.
-        Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED,
-        CARD_FAILED; then nothing stays open.
+        Raises Refusal: LAYOUT, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED, CARD_FAILED; then nothing stays open.
         """
         ...
 

@@ -7,6 +7,7 @@ slice names is checked before anything of it is launched. Launching and waiting 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,7 +15,7 @@ import structlog
 
 from kvgrpc.api import CudaIpcMemory, Layout, Runs
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Direction, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, Part, RunSlice, SliceReport
 from kvgrpc.transfer import _native
 from kvgrpc.transfer.base import CARD_FAILED
 from kvgrpc.transfer.cards import Cards, OpenCard, OpenMemory
@@ -87,7 +88,7 @@ class CudaMover:
         return frozenset(self._mappings)
 
     def map(self, mapping_id: int, layout: Layout) -> bytes:
-        check_layout(layout, self._chunk_tokens)
+        parts = check_layout(layout, self._chunk_tokens).parts(self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
         pieces = [memory for memory in layout.memory if isinstance(memory, CudaIpcMemory)]
         card = self._cards.card(pieces[0].device_uuid, "memory[0].cuda")
@@ -95,7 +96,7 @@ class CudaMover:
         try:
             for index, memory in enumerate(pieces):
                 self._open(card, memory, opened, f"memory[{index}].cuda")
-            native = self._map(card, layout, pieces, opened)
+            native = self._map(card, layout, parts, opened)
         except BaseException:
             for handle in opened:
                 self._cards.release(card, handle)
@@ -112,7 +113,7 @@ class CudaMover:
         if mapped.card.failure:
             return SliceReport(0, CARD_FAILED)
         retrieve = work.direction is Direction.RETRIEVE
-        native = mapped.card.copier.launch(mapped.native, slice_words(work), retrieve)
+        native = mapped.card.copier.launch(mapped.native, work.part, slice_words(work), retrieve)
         flight = CudaFlight(self._cards, mapped.card, native)
         return flight.wait() if native.failed else flight
 
@@ -154,14 +155,16 @@ class CudaMover:
             raise Refusal(Reason.MEMORY, sentence, field=f"{where}.size_bytes")
 
     def _map(
-        self, card: OpenCard, layout: Layout, pieces: list[CudaIpcMemory], opened: dict[bytes, OpenMemory]
+        self, card: OpenCard, layout: Layout, parts: Sequence[Part], opened: dict[bytes, OpenMemory]
     ) -> _native.DeviceMapping:
+        pieces = [memory for memory in layout.memory if isinstance(memory, CudaIpcMemory)]
         numbers = {handle: number for number, handle in enumerate(opened)}
         regions = [(memory.pointer, memory.size_bytes) for memory in opened.values()]
         windows = [(numbers[memory.handle], memory.offset_bytes, memory.size_bytes) for memory in pieces]
         mode = _NATIVE_MODES[self._choose(card, layout)]
         try:
-            return _native.DeviceMapping(card.native, regions, windows, group_words(layout, self._chunk_tokens), mode)
+            groups = [group_words(layout, self._chunk_tokens, part) for part in parts]
+            return _native.DeviceMapping(card.native, regions, windows, groups, mode)
         except RuntimeError as error:
             self._cards.failed(card, str(error))
             raise Refusal(Reason.CARD_FAILED, f"card {card.uuid}: {error}", resource=card.uuid) from error

@@ -7,7 +7,6 @@ from kvgrpc.api import CudaIpcMemory, Layout
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import RunSlice, SliceReport
 from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
-from kvgrpc.transfer.layout import needs_everything
 
 
 class RoutedMover:
@@ -26,9 +25,6 @@ class RoutedMover:
         if any(on_card) and not all(on_card):
             sentence = "memory of a card and of the host in one registration: register each by itself"
             raise Refusal(Reason.MEMORY, sentence, field=f"memory[{on_card.index(not on_card[0])}]")
-        if any(on_card) and not needs_everything(layout):
-            sentence = "several groups, or one that does not need the whole prefix, are not supported on cards yet"
-            raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field="groups")
         mover = self._cards if any(on_card) else self._host
         answer = mover.map(mapping_id, layout)
         self._movers[mapping_id] = mover

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cards.churn import churn
 from tests.cards.engines import engine_process
+from tests.cards.pool import round_trip
 from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA, Kv
 from tests.served import Served, serving, wait_until
@@ -89,6 +90,12 @@ def test_ranks_of_one_engine_on_one_card(server: Served) -> None:
                     assert engine.wrong_tokens(others, 64 * rank if kv_tp_size > 1 else 0) == []
                 for engine in engines:
                     assert engine.stop()
+
+
+@pytest.mark.parametrize("page", [512, 64 << 10])
+def test_what_all_groups_need_comes_back_in_another_process(server: Served, page: int) -> None:
+    """Windows, states and full attention in one pool of pages, into other blocks, and nothing else is touched."""
+    round_trip("cuda", server.address, page)
 
 
 def test_kernels_before_a_store_and_after_a_retrieve(server: Served) -> None:
