@@ -21,6 +21,7 @@
 #include "card.hpp"
 #include "check.hpp"
 #include "device_copy.hpp"
+#include "event_poll.hpp"
 #include "module.hpp"
 #include "paged_copy_source.hpp"
 
@@ -36,6 +37,14 @@ cuda::MemHandle handle_of(const nb::bytes& bytes) {
     require(bytes.size() == sizeof(handle.bytes), "a CUDA IPC handle has 64 bytes");
     std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
     return handle;
+}
+
+std::shared_ptr<IpcEvent> open_event(std::shared_ptr<Card> card, const nb::bytes& bytes) {
+    cuda::EventHandle handle{};
+    require(bytes.size() == sizeof(handle.bytes), "the CUDA IPC handle of an event has 64 bytes");
+    std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
+    const nb::gil_scoped_release unlocked;
+    return std::make_shared<IpcEvent>(std::move(card), handle);
 }
 
 std::pair<cuda::Pointer, std::uint64_t> open(const Card& card, const nb::bytes& bytes) {
@@ -157,6 +166,13 @@ void bind_cards(nb::module_& module) {
         .def("pin", &pin, "memory"_a)
         .def("unpin", &unpin, "memory"_a)
         .def("memory", &Card::memory, Unlocked());
+    nb::class_<IpcEvent>(module, "IpcEvent").def(nb::new_(&open_event), "card"_a, "handle"_a);
+    nb::class_<EventPoll>(module, "EventPoll")
+        .def(nb::init<>())
+        .def("add", &EventPoll::add, "key"_a, "event"_a, Unlocked())
+        .def("drop", &EventPoll::drop, "key"_a, Unlocked())
+        .def("wait", &EventPoll::wait, Unlocked())
+        .def("close", &EventPoll::close, Unlocked());
     nb::class_<DeviceMapping>(module, "DeviceMapping")
         .def(nb::new_(&map_device), "card"_a, "regions"_a, "windows"_a, "parts"_a, "mode"_a);
     nb::class_<PyFlight>(module, "Flight")

@@ -95,6 +95,29 @@ class Card:
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes."""
 
+class IpcEvent:
+    """An event of another process, open on the card for as long as this lives. Raises RuntimeError, ValueError unless
+    the handle has 64 bytes."""
+
+    def __init__(self, card: Card, handle: bytes) -> None: ...
+
+class EventPoll:
+    """Finds out when events are over; nothing on a card waits for them.
+
+    Threads: ``wait`` by one, all else by any.
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, key: int, event: IpcEvent) -> None: ...
+    def drop(self, key: int) -> None:
+        """Harmless for a key that is not there."""
+
+    def wait(self) -> list[tuple[int, str]]:
+        """With the interpreter lock released, until events are over: (key, what the driver said if it failed), each
+        once. Nothing after ``close``."""
+
+    def close(self) -> None: ...
+
 class DeviceMapping:
     """Open memory of a card, and the paging in it of each part of a chunk; every address is checked here once. Not its
     opener: close the memory after this has gone.

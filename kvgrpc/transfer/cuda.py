@@ -7,7 +7,7 @@ slice names is checked before anything of it is launched. Launching and waiting 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +20,7 @@ from kvgrpc.transfer import _native
 from kvgrpc.transfer.base import CARD_FAILED
 from kvgrpc.transfer.cards import Cards, OpenCard, OpenMemory
 from kvgrpc.transfer.layout import check_layout, digest
+from kvgrpc.transfer.ready import OpenEvents, ReadyEvents
 from kvgrpc.transfer.words import group_words, slice_words
 
 log = structlog.get_logger(__name__)
@@ -48,6 +49,7 @@ class _Mapped:
     card: OpenCard
     native: _native.DeviceMapping
     handles: tuple[bytes, ...]
+    events: OpenEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class CudaMover:
         self._chunk_tokens = chunk_tokens
         self._mode = mode
         self._mappings: dict[int, _Mapped] = {}
+        self._ready = ReadyEvents(cards.failed)
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -101,7 +104,7 @@ class CudaMover:
             for handle in opened:
                 self._cards.release(card, handle)
             raise
-        self._mappings[mapping_id] = _Mapped(card, native, tuple(opened))
+        self._mappings[mapping_id] = _Mapped(card, native, tuple(opened), OpenEvents(card))
         return digest(layout, [opened[memory.handle].serial for memory in pieces])
 
     def launches(self, mapping_id: int) -> bool:
@@ -121,11 +124,18 @@ class CudaMover:
         flight = self.launch(work)
         return flight if isinstance(flight, SliceReport) else flight.wait()
 
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        mapped = self._mappings.get(mapping_id)
+        if mapped is None:
+            raise Refusal(Reason.NOT_REGISTERED, "the client's memory was unregistered", field="ready_event")
+        return self._ready.wait(mapped.events, event, done)
+
     def unmap(self, mapping_id: int) -> None:
         mapped = self._mappings.pop(mapping_id, None)
         if mapped is None:
             return
         card, handles = mapped.card, mapped.handles
+        self._ready.end(mapped.events)
         del mapped  # its streams go before its memory
         for handle in handles:
             self._cards.release(card, handle)
@@ -133,6 +143,7 @@ class CudaMover:
     def close(self) -> None:
         for mapping_id in tuple(self._mappings):
             self.unmap(mapping_id)
+        self._ready.close()
         self._cards.close()
 
     def _open(self, card: OpenCard, memory: CudaIpcMemory, opened: dict[bytes, OpenMemory], where: str) -> None:

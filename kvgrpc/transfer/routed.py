@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvgrpc.api import CudaIpcMemory, Layout
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import RunSlice, SliceReport
-from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
+from kvgrpc.transfer.base import EVENTS_OF_CARDS, Flight, LaunchingMover, Mover, WaitingMover
 
 
 class RoutedMover:
@@ -40,6 +42,12 @@ class RoutedMover:
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         mover = self._movers[work.mapping_id]
         return mover.launch(work) if isinstance(mover, LaunchingMover) else mover.copy(work)
+
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        mover = self._movers.get(mapping_id, self._cards)
+        if isinstance(mover, WaitingMover):
+            return mover.when_ready(mapping_id, event, done)
+        raise Refusal(Reason.READY_EVENT_UNSUPPORTED, EVENTS_OF_CARDS, field="ready_event")
 
     def unmap(self, mapping_id: int) -> None:
         mover = self._movers.pop(mapping_id, None)

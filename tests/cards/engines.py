@@ -16,6 +16,7 @@ import multiprocessing
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ import numpy as np
 from kvgrpc.api import CudaIpcMemory, Layout, RegisterRequest, SharedMemory, Tokens
 from kvgrpc.client import (
     OWN_HASH_ALGORITHM,
+    CopyFuture,
     SchedulerClient,
     SchedulerOptions,
     SpaceIdentity,
@@ -40,6 +42,7 @@ from kvgrpc.transfer import _native
 from tests.kvdata import FILL, Arrangement, Image, Kv
 
 if TYPE_CHECKING:
+    from tests.cards.fake import LateWrites
     from tests.cards.pool import Pool
 
 WAIT_S = 60.0
@@ -52,17 +55,17 @@ class FakeMemory:
     def __init__(self, size_bytes: int) -> None:
         from tests.cards.fake import CardMemory
 
-        self._memory = CardMemory(size_bytes)
-        self.pointer = self._memory.pointer
+        self.memory = CardMemory(size_bytes)
+        self.pointer = self.memory.pointer
 
     def upload(self, data: bytearray) -> None:
-        self._memory.buffer[:] = data
+        self.memory.buffer[:] = data
 
     def download(self) -> bytes:
-        return bytes(self._memory.buffer)
+        return bytes(self.memory.buffer)
 
     def free(self) -> None:
-        self._memory.free()
+        self.memory.free()
 
 
 class CudaMemory:
@@ -110,6 +113,8 @@ class Engine:
         self._memory: FakeMemory | CudaMemory | None = None
         self._image: Image | None = None
         self._pool: Pool | None = None
+        self._late: LateWrites | None = None
+        self._stores: list[CopyFuture] = []
         self._layout: Layout | None = None
         self._clients: tuple[WorkerClient, SchedulerClient] | None = None
         self._lookups = 0
@@ -149,6 +154,34 @@ class Engine:
 
     def object_bytes(self, ids: Sequence[int]) -> bytes:
         return self._load().object_bytes(ids)
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def write_late(self, ids: Sequence[int], first_token: int, gate: str) -> bytes:
+        """As ``write``, on a stream of a fake card, once there is a file ``gate``. The handle of an event behind it,
+        the same each time."""
+        from tests.cards.fake import LateWrites
+
+        image = self._load()
+        image.write(ids, first_token)
+        self._late = self._late or LateWrites()
+        assert isinstance(self._memory, FakeMemory)
+        self._late.write(self._memory.memory, bytes(image.memory), gate)
+        return self._late.handle
+
+    def begin_store_behind(self, first: int, count: int, ids: Sequence[int], handle: bytes) -> None:
+        self._stores.append(self._worker.store(prompt(first, count), [ids], ready=handle))
+
+    def stored(self, wait_s: float = WAIT_S) -> list[str] | None:
+        """Outcomes or reasons of the first store that was begun and not asked for; None: it has not ended."""
+        if not wait(self._stores[:1], wait_s).done:
+            return None
+        results = self._stores.pop(0).result()
+        return [one.reason or one.outcome.name.lower() for one in results for _ in range(one.count)]
+
+    def take_back(self) -> None:
+        """The first of those."""
+        self._stores[0].cancel()
 
     # ---- several groups in one pool of pages ------------------------------------------------------------------------
 
