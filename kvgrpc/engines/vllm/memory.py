@@ -38,8 +38,14 @@ class Form:
 
     @property
     def kv(self) -> KvForm:
-        names = {"backend": self.backend, "layout": self.layout}
-        return KvForm(self.block_size, self.num_blocks, **names, kind=self.kind, window_tokens=self.window_tokens)
+        return KvForm(
+            self.block_size,
+            self.num_blocks,
+            backend=self.backend,
+            layout=self.layout,
+            kind=self.kind,
+            window_tokens=self.window_tokens,
+        )
 
     def group(self, runs: tuple[Runs, ...] = ()) -> KvGroup:
         return KvGroup(
