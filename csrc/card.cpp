@@ -144,6 +144,24 @@ CardEvent::CardEvent() { KVGRPC_CUDA(cuEventCreate, &event_, without_timing); }
 
 CardEvent::~CardEvent() { driver().cuEventDestroy_v2(event_); }
 
+IpcEvent::IpcEvent(std::shared_ptr<const Card> card, const cuda::EventHandle& handle) : card_(std::move(card)) {
+    const Card::Current current(*card_);
+    KVGRPC_CUDA(cuIpcOpenEventHandle, &event_, handle);
+}
+
+IpcEvent::~IpcEvent() {
+    const Card::Current current(*card_);
+    driver().cuEventDestroy_v2(event_);
+}
+
+bool IpcEvent::is_over() const {
+    const Card::Current current(*card_);
+    const cuda::Result result = driver().cuEventQuery(event_);
+    if (result == cuda::not_ready) return false;
+    cuda::check("cuEventQuery", result);
+    return true;
+}
+
 Exported export_memory(cuda::Pointer pointer) {
     const int type = attribute<int>(of_memory_type, pointer, 0);
     require(type != 0, "this is no memory that CUDA knows");

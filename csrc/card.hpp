@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -82,6 +83,23 @@ class CardEvent {
     cuda::Event get() const noexcept { return event_; }
 
   private:
+    cuda::Event event_ = nullptr;
+};
+
+// An event of another process, open here. What it says is of its latest record at that moment.
+class IpcEvent {
+  public:
+    // Throws CudaError for what is no handle of an event of another process that lives and can be reached from here.
+    IpcEvent(std::shared_ptr<const Card> card, const cuda::EventHandle& handle);
+    ~IpcEvent();
+    IpcEvent(const IpcEvent&) = delete;
+    IpcEvent& operator=(const IpcEvent&) = delete;
+
+    // Whether all has ended that was launched before it was recorded. Throws CudaError.
+    bool is_over() const;
+
+  private:
+    const std::shared_ptr<const Card> card_;
     cuda::Event event_ = nullptr;
 };
 

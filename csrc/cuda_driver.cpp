@@ -60,6 +60,7 @@ Driver load() {
     FIND(cuEventDestroy_v2);
     FIND(cuEventRecord);
     FIND(cuEventQuery);
+    FIND(cuIpcOpenEventHandle);
     FIND(cuMemcpyAsync);
     FIND(cuMemcpy2DAsync_v2);
     FIND(cuLaunchKernel);

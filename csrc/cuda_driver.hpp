@@ -24,6 +24,10 @@ struct MemHandle {
     char bytes[64];
 };
 
+struct EventHandle {
+    char bytes[64];
+};
+
 struct Uuid {
     char bytes[16];
 };
@@ -109,6 +113,7 @@ struct Driver {
     Result (*cuEventDestroy_v2)(Event);
     Result (*cuEventRecord)(Event, Stream);
     Result (*cuEventQuery)(Event);
+    Result (*cuIpcOpenEventHandle)(Event*, EventHandle);
     Result (*cuMemcpyAsync)(Pointer, Pointer, std::size_t, Stream);
     Result (*cuMemcpy2DAsync_v2)(const Copy2D*, Stream);
     Result (*cuLaunchKernel)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream,

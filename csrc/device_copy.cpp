@@ -61,8 +61,8 @@ bool has_repeats(const Slice& slice) {
 
 }  // namespace
 
-DeviceMapping::DeviceMapping(std::shared_ptr<const Card> card, Paging paging, Mode mode)
-    : card_(std::move(card)), paging_(std::move(paging)), mode_(mode) {
+DeviceMapping::DeviceMapping(std::shared_ptr<const Card> card, std::vector<Paging> parts, Mode mode)
+    : card_(std::move(card)), parts_(std::move(parts)), mode_(mode) {
     const Card::Current current(*card_);
     for (auto& stream : streams_) stream = std::make_unique<CardStream>();
 }
@@ -70,6 +70,11 @@ DeviceMapping::DeviceMapping(std::shared_ptr<const Card> card, Paging paging, Mo
 DeviceMapping::~DeviceMapping() {
     const Card::Current current(*card_);
     for (auto& stream : streams_) stream.reset();
+}
+
+const Paging& DeviceMapping::part(std::size_t number) const {
+    require(number < parts_.size(), "a chunk has no such part");
+    return parts_[number];
 }
 
 Flight::Flight(DeviceCopier& copier, std::uint64_t pieces) : copier_(copier) { report_.completed = pieces; }
@@ -128,9 +133,10 @@ DeviceCopier::~DeviceCopier() {
 
 void DeviceCopier::load(const KernelOptions& kernel) { kernel_ = kernel; }
 
-std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::span<const std::int64_t> words,
-                                             Direction direction) {
-    const Slice slice = read_slice(words, mapping.paging(), arena_bytes_, direction);
+std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::size_t part,
+                                             std::span<const std::int64_t> words, Direction direction) {
+    const Paging& paging = mapping.part(part);
+    const Slice slice = read_slice(words, paging, arena_bytes_, direction);
     require(mapping.mode() == Mode::dma || kernel_.function != nullptr, "the kernel was not loaded");
     auto flight = std::make_unique<Flight>(*this, slice.size());
     const Card::Current current(*card_);
@@ -143,7 +149,7 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
         const bool engines = mapping.mode() == Mode::staged && direction == Direction::store;
         return engines ? belt.engines->get() : belt.kernels->get();
     };
-    Plan plan(mapping.paging(), arena_, slice, direction, whole_runs());
+    Plan plan(paging, arena_, slice, direction, whole_runs());
     const Parts parts{arena_, part_bytes_};
     Round round;
     std::vector<Run> runs;

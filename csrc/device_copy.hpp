@@ -23,22 +23,23 @@ namespace kvgrpc {
 // reaches into the arena itself.
 enum class Mode : int { dma, staged, direct };
 
-// An engine's memory on a card and the paging in it, with a stream for each direction. The memory is its opener's to
-// close, after this has gone.
+// An engine's memory on a card and the paging in it of each part of a chunk, with a stream for each direction that all
+// parts share. The memory is its opener's to close, after this has gone.
 class DeviceMapping {
   public:
-    DeviceMapping(std::shared_ptr<const Card> card, Paging paging, Mode mode);
+    DeviceMapping(std::shared_ptr<const Card> card, std::vector<Paging> parts, Mode mode);
     ~DeviceMapping();
     DeviceMapping(const DeviceMapping&) = delete;
     DeviceMapping& operator=(const DeviceMapping&) = delete;
 
-    const Paging& paging() const noexcept { return paging_; }
+    // Throws BadRequest.
+    const Paging& part(std::size_t number) const;
     Mode mode() const noexcept { return mode_; }
     cuda::Stream stream(Direction direction) const noexcept { return streams_[static_cast<int>(direction)]->get(); }
 
   private:
     const std::shared_ptr<const Card> card_;
-    const Paging paging_;
+    const std::vector<Paging> parts_;
     const Mode mode_;
     std::array<std::unique_ptr<CardStream>, 2> streams_;
 };
@@ -96,9 +97,9 @@ class DeviceCopier {
 
     void load(const KernelOptions& kernel);
 
-    // Starts a slice (see read_slice). What the driver refuses is reported by the flight. Throws BadRequest before
-    // anything has moved.
-    std::unique_ptr<Flight> launch(const DeviceMapping& mapping, std::span<const std::int64_t> words,
+    // Starts a slice (see read_slice) of one part. What the driver refuses is reported by the flight. Throws BadRequest
+    // before anything has moved.
+    std::unique_ptr<Flight> launch(const DeviceMapping& mapping, std::size_t part, std::span<const std::int64_t> words,
                                    Direction direction);
 
   private:

@@ -21,6 +21,7 @@
 #include "card.hpp"
 #include "check.hpp"
 #include "device_copy.hpp"
+#include "event_poll.hpp"
 #include "module.hpp"
 #include "paged_copy_source.hpp"
 
@@ -36,6 +37,14 @@ cuda::MemHandle handle_of(const nb::bytes& bytes) {
     require(bytes.size() == sizeof(handle.bytes), "a CUDA IPC handle has 64 bytes");
     std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
     return handle;
+}
+
+std::shared_ptr<IpcEvent> open_event(std::shared_ptr<Card> card, const nb::bytes& bytes) {
+    cuda::EventHandle handle{};
+    require(bytes.size() == sizeof(handle.bytes), "the CUDA IPC handle of an event has 64 bytes");
+    std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
+    const nb::gil_scoped_release unlocked;
+    return std::make_shared<IpcEvent>(std::move(card), handle);
 }
 
 std::pair<cuda::Pointer, std::uint64_t> open(const Card& card, const nb::bytes& bytes) {
@@ -73,12 +82,13 @@ std::vector<std::tuple<int, std::string, std::string, std::string>> cards() {
 std::shared_ptr<DeviceMapping> map_device(std::shared_ptr<Card> card,
                                           const std::vector<std::pair<cuda::Pointer, std::uint64_t>>& regions,
                                           const std::vector<WindowWords>& windows,
-                                          const std::vector<GroupWords>& groups, int mode) {
+                                          const std::vector<std::vector<GroupWords>>& parts, int mode) {
     require(mode >= 0 && mode <= 2, "there are three ways to copy");
     std::vector<Region> placed;
     for (const auto& [pointer, size] : regions) placed.push_back({reinterpret_cast<std::byte*>(pointer), 0, size});
-    Paging paging(std::move(placed), windows_of(windows), groups_of(groups));
-    return std::make_shared<DeviceMapping>(std::move(card), std::move(paging), static_cast<Mode>(mode));
+    std::vector<Paging> pagings;
+    for (const auto& groups : parts) pagings.emplace_back(placed, windows_of(windows), groups_of(groups));
+    return std::make_shared<DeviceMapping>(std::move(card), std::move(pagings), static_cast<Mode>(mode));
 }
 
 // Keeps the arena's memory for as long as it copies.
@@ -126,13 +136,13 @@ class PyFlight {
     std::unique_ptr<Flight> flight_;
 };
 
-std::unique_ptr<PyFlight> launch(const PyDeviceCopier& copier, std::shared_ptr<DeviceMapping> mapping,
+std::unique_ptr<PyFlight> launch(const PyDeviceCopier& copier, std::shared_ptr<DeviceMapping> mapping, std::size_t part,
                                  const Words& words, bool retrieve) {
     const std::span<const std::int64_t> numbers(words.data(), words.size());
     copier.get();
     std::shared_ptr<DeviceCopier> shared = copier.share();
     const nb::gil_scoped_release unlocked;
-    auto flight = shared->launch(*mapping, numbers, retrieve ? Direction::retrieve : Direction::store);
+    auto flight = shared->launch(*mapping, part, numbers, retrieve ? Direction::retrieve : Direction::store);
     return std::make_unique<PyFlight>(std::move(shared), std::move(mapping), std::move(flight));
 }
 
@@ -156,8 +166,15 @@ void bind_cards(nb::module_& module) {
         .def("pin", &pin, "memory"_a)
         .def("unpin", &unpin, "memory"_a)
         .def("memory", &Card::memory, Unlocked());
+    nb::class_<IpcEvent>(module, "IpcEvent").def(nb::new_(&open_event), "card"_a, "handle"_a);
+    nb::class_<EventPoll>(module, "EventPoll")
+        .def(nb::init<>())
+        .def("add", &EventPoll::add, "key"_a, "event"_a, Unlocked())
+        .def("drop", &EventPoll::drop, "key"_a, Unlocked())
+        .def("wait", &EventPoll::wait, Unlocked())
+        .def("close", &EventPoll::close, Unlocked());
     nb::class_<DeviceMapping>(module, "DeviceMapping")
-        .def(nb::new_(&map_device), "card"_a, "regions"_a, "windows"_a, "groups"_a, "mode"_a);
+        .def(nb::new_(&map_device), "card"_a, "regions"_a, "windows"_a, "parts"_a, "mode"_a);
     nb::class_<PyFlight>(module, "Flight")
         .def("wait", &PyFlight::wait, Unlocked())
         .def_prop_ro("failed", &PyFlight::failed);
@@ -165,7 +182,7 @@ void bind_cards(nb::module_& module) {
         .def(nb::init<std::shared_ptr<Card>, Memory, std::uint64_t, std::uint64_t, unsigned>(), "card"_a, "arena"_a,
              "part_bytes"_a, "step_bytes"_a = std::uint64_t{16} << 20, "steps"_a = 4)
         .def("load", &load, "function"_a, "staged_blocks"_a = 32, "direct_blocks"_a = 8)
-        .def("launch", &launch, "mapping"_a, "words"_a, "retrieve"_a)
+        .def("launch", &launch, "mapping"_a, "part"_a, "words"_a, "retrieve"_a)
         .def("close", &PyDeviceCopier::close, Unlocked());
 }
 

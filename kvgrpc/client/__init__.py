@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvgrpc.client.copies import CopyFuture, Ready
     from kvgrpc.client.credentials import Credentials, default_credentials
     from kvgrpc.client.default import default_address
-    from kvgrpc.client.device import KvForm, NotShareableError, kv_layout, register_kv_caches
+    from kvgrpc.client.device import KvForm, NotShareableError, kv_groups, kv_layout, register_kv_caches
     from kvgrpc.client.fork import ForkedProcessError
     from kvgrpc.client.lookups import LookupBounds, LookupResult
     from kvgrpc.client.parallel import ParallelStrategy
@@ -103,7 +103,7 @@ _NAMES = {
     "kvgrpc.client.copies": "CopyFuture Ready",
     "kvgrpc.client.credentials": "Credentials default_credentials",
     "kvgrpc.client.default": "default_address",
-    "kvgrpc.client.device": "KvForm NotShareableError kv_layout register_kv_caches",
+    "kvgrpc.client.device": "KvForm NotShareableError kv_groups kv_layout register_kv_caches",
     "kvgrpc.client.fork": "ForkedProcessError",
     "kvgrpc.client.lookups": "LookupBounds LookupResult",
     "kvgrpc.client.parallel": "ParallelStrategy",
@@ -211,6 +211,7 @@ __all__ = [
     "WritePolicy",
     "default_address",
     "default_credentials",
+    "kv_groups",
     "kv_layout",
     "object_order",
     "parse_address",

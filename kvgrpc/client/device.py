@@ -25,7 +25,8 @@ class KvForm:
 
     ``block_axis`` counts blocks. Axes that lie inside a block make its run as far as they are contiguous; at most two
     axes may be left, layers before planes. ``token_axis`` is for TOKEN_MAJOR: a run is then the tokens of one block and
-    all that lies inside of a token. ``backend``, ``layout``, ``heads`` and ``head_dim`` as in api.KvGroup.
+    all that lies inside of a token. ``backend``, ``layout``, ``heads``, ``head_dim``, ``kind`` and ``window_tokens`` as
+    in api.KvGroup.
     """
 
     block_size: int
@@ -36,6 +37,8 @@ class KvForm:
     layout: str = ""
     heads: int = 0
     head_dim: int = 0
+    kind: api.GroupKind = api.GroupKind.FULL
+    window_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,34 @@ class _Allocation:
 def kv_layout(tensors: Sequence[Any], form: KvForm) -> api.Layout:
     """The layout of these tensors, of which each has the blocks of a layer (or of several). Keep them alive for as long
     as they are registered. Raises NotShareableError."""
-    if not tensors:
-        raise NotShareableError("there are no tensors to share")
-    arrays = [_array(index, tensor) for index, tensor in enumerate(tensors)]
+    return kv_groups([(tensors, form)])
+
+
+def kv_groups(groups: Sequence[tuple[Sequence[Any], KvForm]]) -> api.Layout:
+    """The layout of several KV groups, each with tensors of its own, which may lie in the same memory. As kv_layout."""
+    arrays: list[_Array] = []
+    for tensors, _ in groups:
+        if not tensors:
+            raise NotShareableError("there are no tensors to share")
+        arrays += [_array(len(arrays) + index, tensor) for index, tensor in enumerate(tensors)]
+    allocations, placed = _exported(arrays)
+    numbers = {handle: number for number, handle in enumerate(allocations)}
+    memory = [api.CudaIpcMemory(one.handle, one.uuid, one.begin, one.end - one.begin) for one in allocations.values()]
+    found: list[api.KvGroup] = []
+    index = 0
+    for tensors, form in groups:
+        runs: list[api.Runs] = []
+        for _ in tensors:
+            handle, offset = placed[index]
+            begin = offset - allocations[handle].begin
+            runs.append(_runs(f"tensor {index}", arrays[index], form, numbers[handle], begin))
+            index += 1
+        found.append(_group(form, _merged(runs)))
+    return api.Layout(tuple(memory), tuple(found))
+
+
+def _exported(arrays: Sequence[_Array]) -> tuple[dict[bytes, _Allocation], list[tuple[bytes, int]]]:
+    """The allocations that these lie in, by handle, and where in them each begins."""
     allocations: dict[bytes, _Allocation] = {}
     placed: list[tuple[bytes, int]] = []
     for index, array in enumerate(arrays):
@@ -79,23 +107,22 @@ def kv_layout(tensors: Sequence[Any], form: KvForm) -> api.Layout:
         known = allocations.setdefault(handle, _Allocation(handle, uuid, offset, end))
         known.begin, known.end = min(known.begin, offset), max(known.end, end)
         placed.append((handle, offset))
-    numbers = {handle: number for number, handle in enumerate(allocations)}
-    runs = [
-        _runs(f"tensor {index}", array, form, numbers[handle], offset - allocations[handle].begin)
-        for index, (array, (handle, offset)) in enumerate(zip(arrays, placed, strict=True))
-    ]
-    memory = [api.CudaIpcMemory(one.handle, one.uuid, one.begin, one.end - one.begin) for one in allocations.values()]
-    group = api.KvGroup(
+    return allocations, placed
+
+
+def _group(form: KvForm, runs: tuple[api.Runs, ...]) -> api.KvGroup:
+    return api.KvGroup(
         form.block_size,
         form.num_blocks,
-        _merged(runs),
+        runs,
         api.BlockForm.OPAQUE if form.token_axis is None else api.BlockForm.TOKEN_MAJOR,
+        form.kind,
+        form.window_tokens,
         backend=form.backend,
         layout=form.layout,
         heads=form.heads,
         head_dim=form.head_dim,
     )
-    return api.Layout(tuple(memory), (group,))
 
 
 def register_kv_caches(

@@ -159,13 +159,15 @@ class WorkerClient:
         lora: str = "",
         cache_salt: str = "",
         policy: Policy = DEFAULT_POLICY,
-        ready: Ready | None = None,
+        ready: Ready | bytes | None = None,
         timeout_s: float | None = None,
     ) -> CopyFuture:
         """Stores the full chunks of ``content`` inside ``range`` from ``blocks`` (one sequence of ids a KV group).
 
         ``ready`` is an event of the card that was recorded behind what writes the blocks: this client waits for it, and
-        then sends the call. Do not change ``content``, the ids or the bytes until the future is finished.
+        then sends the call. Or it is such an event's CUDA IPC handle, as ``ipc_handle()`` of a torch event with
+        ``interprocess=True``: then the call is sent at once and the server waits (see StoreRequest.ready_event). Do not
+        change ``content``, the ids or the bytes until the future is finished.
         """
         call_id = next(self._call_ids)
         request = api.StoreRequest(
@@ -176,8 +178,9 @@ class WorkerClient:
             blocks=tuple(blocks),
             range=range,
             policy=policy,
+            ready_event=ready if isinstance(ready, bytes) else b"",
         )
-        return self._begin(request, timeout_s, ready)
+        return self._begin(request, timeout_s, None if isinstance(ready, bytes) else ready)
 
     def retrieve(
         self,

@@ -50,6 +50,7 @@ from kvgrpc.runtime.below import Below
 from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.reading import Reads
+from kvgrpc.runtime.ready import ReadyWaits
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.runtime.trace import Recordings
 from kvgrpc.runtime.watching import Watching
@@ -127,6 +128,7 @@ class Driver:
         self.below = Below(self)
         self.reads = Reads(hands.chunk_streams)
         self.writes = Writes(hands.chunk_streams)
+        self.ready = ReadyWaits(self, self._post)
         self.watching = Watching(book, facts.server_epoch, hands.watchers)
         self.recorder: Recorder | None = None
         """Of a named arena."""

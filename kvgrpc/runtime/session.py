@@ -245,11 +245,10 @@ class DriverSession:
 
     async def store(self, request: api.StoreRequest) -> tuple[ChunkResult, ...]:
         driver = self._driver
-        if request.ready_event:
-            text = "ready_event is for memory on a card; leave it empty and send the call when the bytes are ready"
-            raise Refusal(Reason.READY_EVENT_UNSUPPORTED, text, field="ready_event")
         driver.book.check_client(self._client_id, request.engine_id)
         forgets = driver.forgets
+        if request.ready_event:
+            await driver.ready.wait(self._client_id, request)
         content = await driver.chunk_keys(request.space, request.content)
         tokens = request.range
         if tokens is None:
@@ -326,6 +325,7 @@ class DriverSession:
     async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
         driver = self._driver
         running = driver.book.fence(driver.now(), self._client_id, engine_id, call_ids)
+        driver.ready.fence(self._client_id, call_ids)
         await driver.wait_calls_ended(self._client_id, running)
 
 

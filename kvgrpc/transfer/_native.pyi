@@ -95,12 +95,35 @@ class Card:
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes."""
 
-class DeviceMapping:
-    """Open memory of a card, and the paging in it; every address is checked here once. Not its opener: close the memory
-    after this has gone.
+class IpcEvent:
+    """An event of another process, open on the card for as long as this lives. Raises RuntimeError, ValueError unless
+    the handle has 64 bytes."""
 
-    ``regions`` are (address, bytes); ``windows`` and ``groups`` as for Mapping. ``mode``: 0 copy engines, 1 a kernel
-    and a ring on the card, 2 a kernel that reaches into the arena.
+    def __init__(self, card: Card, handle: bytes) -> None: ...
+
+class EventPoll:
+    """Finds out when events are over; nothing on a card waits for them.
+
+    Threads: ``wait`` by one, all else by any.
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, key: int, event: IpcEvent) -> None: ...
+    def drop(self, key: int) -> None:
+        """Harmless for a key that is not there."""
+
+    def wait(self) -> list[tuple[int, str]]:
+        """With the interpreter lock released, until events are over: (key, what the driver said if it failed), each
+        once. Nothing after ``close``."""
+
+    def close(self) -> None: ...
+
+class DeviceMapping:
+    """Open memory of a card, and the paging in it of each part of a chunk; every address is checked here once. Not its
+    opener: close the memory after this has gone.
+
+    ``regions`` are (address, bytes); ``windows`` and the groups of a part as for Mapping. ``mode``: 0 copy engines,
+    1 a kernel and a ring on the card, 2 a kernel that reaches into the arena.
     """
 
     def __init__(
@@ -108,7 +131,7 @@ class DeviceMapping:
         card: Card,
         regions: Sequence[tuple[int, int]],
         windows: Sequence[tuple[int, int, int]],
-        groups: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]],
+        parts: Sequence[Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int, int, int, int]]]]],
         mode: int,
     ) -> None: ...
 
@@ -135,9 +158,9 @@ class DeviceCopier:
     def load(self, function: int, staged_blocks: int = 32, direct_blocks: int = 8) -> None:
         """The kernel, loaded into the card's primary context, and its thread blocks."""
 
-    def launch(self, mapping: DeviceMapping, words: Buffer, retrieve: bool) -> Flight:
-        """Starts a slice; ``words`` as HostCopier.copy takes them. Slices of one mapping and direction are copied in
-        the order of their launch. Raises ValueError, before anything has moved, unless all lies inside the arena and
-        the mapping."""
+    def launch(self, mapping: DeviceMapping, part: int, words: Buffer, retrieve: bool) -> Flight:
+        """Starts a slice of one part; ``words`` as HostCopier.copy takes them. Slices of one mapping and
+        direction are copied in the order of their launch. Raises ValueError, before anything has moved, unless all lies
+        inside the arena and the mapping."""
 
     def close(self) -> None: ...

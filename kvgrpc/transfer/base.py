@@ -11,9 +11,11 @@ the event loop. One mapping is used by one thread at a time; different mappings 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from kvgrpc.api import Layout
+from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import RunSlice, SliceReport
 
 # Reasons of a SliceReport that stopped early.
@@ -23,6 +25,8 @@ MEMORY_IO = "MEMORY_IO"
 """The operating system refused to read or write the engine's memory."""
 CARD_FAILED = "CARD_FAILED"
 """The card or its driver failed; the server's log says how."""
+
+EVENTS_OF_CARDS = "ready_event is for memory on a card; leave it empty and send the call when the bytes are ready"
 
 
 class Flight(Protocol):
@@ -41,8 +45,7 @@ class Mover(Protocol):
 
         Answers 16 bytes that stand for the layout and the memory objects behind it (Registration.layout_digest): equal
         to those of another mapping that is still open only if both are the same, whatever a name means by now.
-        Raises Refusal: LAYOUT, GROUP_KIND_UNSUPPORTED, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED,
-        CARD_FAILED; then nothing stays open.
+        Raises Refusal: LAYOUT, MEMORY, MEMORY_OWNER, CUDA_UNSUPPORTED, CARD_FAILED; then nothing stays open.
         """
         ...
 
@@ -79,4 +82,18 @@ class LaunchingMover(Mover, Protocol):
         """The first half of ``copy``, the flight's ``wait`` the second. Slices of one mapping and direction are copied
         in the order of their launch; what fails while it is copied leaves those behind it uncopied. A report, if the
         slice has ended already: copied, or refused."""
+        ...
+
+
+@runtime_checkable
+class WaitingMover(Mover, Protocol):
+    """A mover that can wait for an engine's event.
+
+    Threads: ``when_ready`` on the affinity thread of the mapping's client, what it answers and ``done`` on any.
+    """
+
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        """Opens the event, or takes the one that is open, and calls ``done`` once: when all has ended that was launched
+        before its latest record, or with why nobody will know. Unmapping calls it with CALL_REVOKED. Calling what is
+        answered takes the wait back; harmless afterwards. Refuses: READY_EVENT_UNSUPPORTED."""
         ...

@@ -7,6 +7,7 @@ slice names is checked before anything of it is launched. Launching and waiting 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,11 +15,12 @@ import structlog
 
 from kvgrpc.api import CudaIpcMemory, Layout, Runs
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import Direction, RunSlice, SliceReport
+from kvgrpc.core.types import Direction, Part, RunSlice, SliceReport
 from kvgrpc.transfer import _native
 from kvgrpc.transfer.base import CARD_FAILED
 from kvgrpc.transfer.cards import Cards, OpenCard, OpenMemory
 from kvgrpc.transfer.layout import check_layout, digest
+from kvgrpc.transfer.ready import OpenEvents, ReadyEvents
 from kvgrpc.transfer.words import group_words, slice_words
 
 log = structlog.get_logger(__name__)
@@ -47,6 +49,7 @@ class _Mapped:
     card: OpenCard
     native: _native.DeviceMapping
     handles: tuple[bytes, ...]
+    events: OpenEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class CudaMover:
         self._chunk_tokens = chunk_tokens
         self._mode = mode
         self._mappings: dict[int, _Mapped] = {}
+        self._ready = ReadyEvents(cards.failed)
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -87,7 +91,7 @@ class CudaMover:
         return frozenset(self._mappings)
 
     def map(self, mapping_id: int, layout: Layout) -> bytes:
-        check_layout(layout, self._chunk_tokens)
+        parts = check_layout(layout, self._chunk_tokens).parts(self._chunk_tokens)
         assert mapping_id not in self._mappings, "a mapping id is used twice"
         pieces = [memory for memory in layout.memory if isinstance(memory, CudaIpcMemory)]
         card = self._cards.card(pieces[0].device_uuid, "memory[0].cuda")
@@ -95,12 +99,12 @@ class CudaMover:
         try:
             for index, memory in enumerate(pieces):
                 self._open(card, memory, opened, f"memory[{index}].cuda")
-            native = self._map(card, layout, pieces, opened)
+            native = self._map(card, layout, parts, opened)
         except BaseException:
             for handle in opened:
                 self._cards.release(card, handle)
             raise
-        self._mappings[mapping_id] = _Mapped(card, native, tuple(opened))
+        self._mappings[mapping_id] = _Mapped(card, native, tuple(opened), OpenEvents(card))
         return digest(layout, [opened[memory.handle].serial for memory in pieces])
 
     def launches(self, mapping_id: int) -> bool:
@@ -112,7 +116,7 @@ class CudaMover:
         if mapped.card.failure:
             return SliceReport(0, CARD_FAILED)
         retrieve = work.direction is Direction.RETRIEVE
-        native = mapped.card.copier.launch(mapped.native, slice_words(work), retrieve)
+        native = mapped.card.copier.launch(mapped.native, work.part, slice_words(work), retrieve)
         flight = CudaFlight(self._cards, mapped.card, native)
         return flight.wait() if native.failed else flight
 
@@ -120,11 +124,18 @@ class CudaMover:
         flight = self.launch(work)
         return flight if isinstance(flight, SliceReport) else flight.wait()
 
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        mapped = self._mappings.get(mapping_id)
+        if mapped is None:
+            raise Refusal(Reason.NOT_REGISTERED, "the client's memory was unregistered", field="ready_event")
+        return self._ready.wait(mapped.events, event, done)
+
     def unmap(self, mapping_id: int) -> None:
         mapped = self._mappings.pop(mapping_id, None)
         if mapped is None:
             return
         card, handles = mapped.card, mapped.handles
+        self._ready.end(mapped.events)
         del mapped  # its streams go before its memory
         for handle in handles:
             self._cards.release(card, handle)
@@ -132,6 +143,7 @@ class CudaMover:
     def close(self) -> None:
         for mapping_id in tuple(self._mappings):
             self.unmap(mapping_id)
+        self._ready.close()
         self._cards.close()
 
     def _open(self, card: OpenCard, memory: CudaIpcMemory, opened: dict[bytes, OpenMemory], where: str) -> None:
@@ -154,14 +166,16 @@ class CudaMover:
             raise Refusal(Reason.MEMORY, sentence, field=f"{where}.size_bytes")
 
     def _map(
-        self, card: OpenCard, layout: Layout, pieces: list[CudaIpcMemory], opened: dict[bytes, OpenMemory]
+        self, card: OpenCard, layout: Layout, parts: Sequence[Part], opened: dict[bytes, OpenMemory]
     ) -> _native.DeviceMapping:
+        pieces = [memory for memory in layout.memory if isinstance(memory, CudaIpcMemory)]
         numbers = {handle: number for number, handle in enumerate(opened)}
         regions = [(memory.pointer, memory.size_bytes) for memory in opened.values()]
         windows = [(numbers[memory.handle], memory.offset_bytes, memory.size_bytes) for memory in pieces]
         mode = _NATIVE_MODES[self._choose(card, layout)]
         try:
-            return _native.DeviceMapping(card.native, regions, windows, group_words(layout, self._chunk_tokens), mode)
+            groups = [group_words(layout, self._chunk_tokens, part) for part in parts]
+            return _native.DeviceMapping(card.native, regions, windows, groups, mode)
         except RuntimeError as error:
             self._cards.failed(card, str(error))
             raise Refusal(Reason.CARD_FAILED, f"card {card.uuid}: {error}", resource=card.uuid) from error

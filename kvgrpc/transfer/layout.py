@@ -37,11 +37,6 @@ def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
     return Geometry(geometries)
 
 
-def needs_everything(layout: Layout) -> bool:
-    """Whether it has one group, whose layers need the whole prefix."""
-    return len(layout.groups) == 1 and layout.groups[0].kind is GroupKind.FULL
-
-
 def _need(group: KvGroup) -> Need:
     if group.kind is GroupKind.FULL:
         return ALL

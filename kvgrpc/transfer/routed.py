@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvgrpc.api import CudaIpcMemory, Layout
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import RunSlice, SliceReport
-from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
-from kvgrpc.transfer.layout import needs_everything
+from kvgrpc.transfer.base import EVENTS_OF_CARDS, Flight, LaunchingMover, Mover, WaitingMover
 
 
 class RoutedMover:
@@ -26,9 +27,6 @@ class RoutedMover:
         if any(on_card) and not all(on_card):
             sentence = "memory of a card and of the host in one registration: register each by itself"
             raise Refusal(Reason.MEMORY, sentence, field=f"memory[{on_card.index(not on_card[0])}]")
-        if any(on_card) and not needs_everything(layout):
-            sentence = "several groups, or one that does not need the whole prefix, are not supported on cards yet"
-            raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, sentence, field="groups")
         mover = self._cards if any(on_card) else self._host
         answer = mover.map(mapping_id, layout)
         self._movers[mapping_id] = mover
@@ -44,6 +42,12 @@ class RoutedMover:
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         mover = self._movers[work.mapping_id]
         return mover.launch(work) if isinstance(mover, LaunchingMover) else mover.copy(work)
+
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        mover = self._movers.get(mapping_id, self._cards)
+        if isinstance(mover, WaitingMover):
+            return mover.when_ready(mapping_id, event, done)
+        raise Refusal(Reason.READY_EVENT_UNSUPPORTED, EVENTS_OF_CARDS, field="ready_event")
 
     def unmap(self, mapping_id: int) -> None:
         mover = self._movers.pop(mapping_id, None)

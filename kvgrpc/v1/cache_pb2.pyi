@@ -432,8 +432,15 @@ class StoreRequest(_message.Message):
     call_id: _builtins.int
     """Chosen by the client, never reused for another call in its session; not 0."""
     ready_event: _builtins.bytes
-    """CUDA IPC event handle (64 bytes) to wait for before copying; empty = the bytes are ready now. Answers UNIMPLEMENTED for
-    clients whose memory is not on a card.
+    """CUDA IPC event handle (64 bytes) of an event on the card where the blocks lie, recorded behind what writes them; empty = the bytes
+    are ready now. The server waits for the event's latest record before it begins the call: nothing is read, reserved or counted
+    as running before; it answers later, and other calls do not wait with it. Record the event before you send the call. It may be
+    recorded again and sent with later calls: once this one is answered; before, the server may wait for the later record, too.
+    The server opens a handle once and keeps it (the last 64 of a registration) until the registration ends: let the event live as
+    long. There is no limit of time but the call's deadline; Fence, UnregisterKvCache and the end of the session end the wait:
+    ABORTED, CALL_REVOKED, nothing was read. Engine and server must share /dev/shm. A handle that cannot be opened, memory that is
+    not on a card: UNIMPLEMENTED, READY_EVENT_UNSUPPORTED, nothing was read: wait for the event yourself, then send the call
+    without it. More than 256 calls of a client that wait: RESOURCE_EXHAUSTED, CALL_LIMIT.
     """
     @_builtins.property
     def space(self) -> _common_pb2.SpaceRef:

@@ -83,8 +83,8 @@ class EngineServiceServicer(object):
         """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
         after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
         memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
-        rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Several groups, or
-        one that is not FULL, in memory of a card: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now, and so is an unknown kind.
+        rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. Memory of a card that this
+        server does not see or cannot use: UNIMPLEMENTED, CUDA_UNSUPPORTED. An unknown kind of group: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

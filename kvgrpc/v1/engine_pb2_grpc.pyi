@@ -50,8 +50,8 @@ class EngineServiceStub:
     """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
     after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
     memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
-    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Several groups, or
-    one that is not FULL, in memory of a card: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now, and so is an unknown kind.
+    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. Memory of a card that this
+    server does not see or cannot use: UNIMPLEMENTED, CUDA_UNSUPPORTED. An unknown kind of group: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED.
     """
     UnregisterKvCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnregisterKvCacheRequest, _engine_pb2.UnregisterKvCacheResponse]
     """Waits for the client's running copies, then unmaps its memory. Harmless when nothing is registered."""
@@ -75,8 +75,8 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
     after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
     memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
-    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Several groups, or
-    one that is not FULL, in memory of a card: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now, and so is an unknown kind.
+    rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. Memory of a card that this
+    server does not see or cannot use: UNIMPLEMENTED, CUDA_UNSUPPORTED. An unknown kind of group: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED.
     """
     UnregisterKvCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnregisterKvCacheRequest, _engine_pb2.UnregisterKvCacheResponse]  # type: ignore[assignment]
     """Waits for the client's running copies, then unmaps its memory. Harmless when nothing is registered."""
@@ -115,8 +115,8 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """Shares the KV cache memory of an attached worker. Again with the same message: no change. With another: replaces the old one
         after its running copies have ended. Memory or layout that does not fit: INVALID_ARGUMENT, LAYOUT or MEMORY, nothing is registered. Another host's
         memory: FAILED_PRECONDITION, HOST_MISMATCH. Objects that would be ordered or sized otherwise than those of the same space and
-        rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. CUDA memory: UNIMPLEMENTED, CUDA_UNSUPPORTED for now. Several groups, or
-        one that is not FULL, in memory of a card: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED for now, and so is an unknown kind.
+        rank that are there: INVALID_ARGUMENT, GEOMETRY_MISMATCH. Memory of a card that this
+        server does not see or cannot use: UNIMPLEMENTED, CUDA_UNSUPPORTED. An unknown kind of group: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED.
         """
 
     @_abc_1.abstractmethod

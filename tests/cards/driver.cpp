@@ -70,10 +70,18 @@ bool reachable(Pointer at, std::size_t size) {
            inside(host, at, size, [](const std::size_t& length) { return length; });
 }
 
+// Of an event that other processes open, in a file that all of them map.
+struct Counts {
+    std::atomic<std::uint64_t> recorded{0}, done{0};
+};
+
 struct FakeEvent {
     std::mutex mutex;
     std::condition_variable changed;
-    std::uint64_t recorded = 0, done = 0;
+    Counts own;
+    Counts* counts = &own;
+    std::string name;  // of the file
+    bool opened = false;
 };
 
 class FakeStream {
@@ -271,19 +279,63 @@ int cuStreamDestroy_v2(FakeStream* stream) { return delete stream, 0; }
 int cuStreamSynchronize(FakeStream* stream) { return stream->drain(), state(); }
 int cuStreamWaitEvent(FakeStream* stream, FakeEvent* event, unsigned) {
     const std::lock_guard lock(event->mutex);
-    stream->put([event, until = event->recorded] {
+    stream->put([event, until = event->counts->recorded.load()] {
         std::unique_lock waiting(event->mutex);
-        event->changed.wait(waiting, [&] { return event->done >= until; });
+        event->changed.wait(waiting, [&] { return event->counts->done >= until; });
     });
     return 0;
 }
-int cuEventCreate(FakeEvent** event, unsigned) { return *event = new FakeEvent, 0; }
-int cuEventDestroy_v2(FakeEvent*) { return 0; }  // streams may still look at it
+Counts* map_counts(const std::string& name, int flags) {
+    const int fd = open(path_of(name).c_str(), O_RDWR | flags, 0600);
+    if (fd < 0 || ftruncate(fd, sizeof(Counts)) != 0) return nullptr;
+    void* at = mmap(nullptr, sizeof(Counts), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    return static_cast<Counts*>(at);
+}
+int cuEventCreate(FakeEvent** event, unsigned flags) {
+    *event = new FakeEvent;
+    if ((flags & 4) == 0) return 0;
+    (*event)->name = "kvgrpc-fake-" + std::to_string(getpid()) + "-" + std::to_string(serial++);
+    (*event)->counts = map_counts((*event)->name, O_CREAT | O_TRUNC);
+    return (*event)->counts != nullptr ? 0 : 2;
+}
+int cuEventDestroy_v2(FakeEvent* event) {  // but for one that was opened, streams may still look at it
+    if (!event->opened) return 0;
+    munmap(event->counts, sizeof(Counts));
+    return delete event, 0;
+}
+int cuIpcGetEventHandle(char* handle, FakeEvent* event) {
+    if (event->name.empty()) return invalid;
+    std::memset(handle, 0, 64);
+    std::strncpy(handle, ("event " + event->name).c_str(), 63);
+    return 0;
+}
+std::atomic<int> opened_events{0};
+int fakeEvents() { return opened_events; }  // opened so far
+int cuIpcOpenEventHandle(FakeEvent** event, Handle handle) {
+    handle.bytes[63] = 0;
+    const std::string name = handle.bytes;
+    if (name.rfind("event kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
+    Counts* counts = map_counts(name.substr(6), 0);
+    if (counts == nullptr) return invalid;
+    ++opened_events;
+    *event = new FakeEvent;
+    (*event)->counts = counts;
+    (*event)->opened = true;
+    return 0;
+}
+// What comes behind on this stream waits until there is such a file.
+int fakeHold(FakeStream* stream, const char* path) {
+    stream->put([path = std::string(path)] {
+        while (access(path.c_str(), F_OK) != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    return 0;
+}
 int cuEventRecord(FakeEvent* event, FakeStream* stream) {
     const std::lock_guard lock(event->mutex);
-    stream->put([event, number = ++event->recorded] {
+    stream->put([event, number = ++event->counts->recorded] {
         const std::lock_guard locked(event->mutex);
-        event->done = number;
+        event->counts->done = number;
         event->changed.notify_all();
     });
     return 0;
@@ -291,7 +343,7 @@ int cuEventRecord(FakeEvent* event, FakeStream* stream) {
 int cuEventQuery(FakeEvent* event) {
     if (state() != 0) return state();
     const std::lock_guard lock(event->mutex);
-    return event->done >= event->recorded ? 0 : pending;
+    return event->counts->done >= event->counts->recorded ? 0 : pending;
 }
 int cuMemcpyAsync(Pointer target, Pointer source, std::size_t size, FakeStream* stream) { return copy(target, source, size, stream); }
 // CUDA_MEMCPY2D.

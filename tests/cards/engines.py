@@ -16,16 +16,20 @@ import multiprocessing
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvgrpc.api import CudaIpcMemory, Layout, RegisterRequest, SharedMemory, Tokens
 from kvgrpc.client import (
     OWN_HASH_ALGORITHM,
+    CopyFuture,
     SchedulerClient,
     SchedulerOptions,
     SpaceIdentity,
@@ -35,7 +39,11 @@ from kvgrpc.client import (
 )
 from kvgrpc.core.types import TokenRange
 from kvgrpc.transfer import _native
-from tests.kvdata import Arrangement, Image, Kv
+from tests.kvdata import FILL, Arrangement, Image, Kv
+
+if TYPE_CHECKING:
+    from tests.cards.fake import LateWrites
+    from tests.cards.pool import Pool
 
 WAIT_S = 60.0
 START_S = 10.0
@@ -47,17 +55,17 @@ class FakeMemory:
     def __init__(self, size_bytes: int) -> None:
         from tests.cards.fake import CardMemory
 
-        self._memory = CardMemory(size_bytes)
-        self.pointer = self._memory.pointer
+        self.memory = CardMemory(size_bytes)
+        self.pointer = self.memory.pointer
 
     def upload(self, data: bytearray) -> None:
-        self._memory.buffer[:] = data
+        self.memory.buffer[:] = data
 
     def download(self) -> bytes:
-        return bytes(self._memory.buffer)
+        return bytes(self.memory.buffer)
 
     def free(self) -> None:
-        self._memory.free()
+        self.memory.free()
 
 
 class CudaMemory:
@@ -104,6 +112,9 @@ class Engine:
         self._kind = kind
         self._memory: FakeMemory | CudaMemory | None = None
         self._image: Image | None = None
+        self._pool: Pool | None = None
+        self._late: LateWrites | None = None
+        self._stores: list[CopyFuture] = []
         self._layout: Layout | None = None
         self._clients: tuple[WorkerClient, SchedulerClient] | None = None
         self._lookups = 0
@@ -127,11 +138,7 @@ class Engine:
         self._image = image = Image(kv, arrangement, block_size, num_blocks, lead=lead, tail=tail)
         self._memory = memory = MEMORY[self._kind](image.size_bytes)
         self._upload(image)
-        handle, uuid, offset, _ = _native.export_memory(memory.pointer)
-        assert offset == 0
-        pieces = [piece for piece in image.layout().memory if isinstance(piece, SharedMemory)]
-        shared = tuple(CudaIpcMemory(handle, uuid, piece.offset_bytes, piece.size_bytes) for piece in pieces)
-        self._layout = replace(image.layout(), memory=shared)
+        self._layout = exported(image.layout(), memory.pointer)
         return self._layout
 
     def write(self, ids: Sequence[int], first_token: int = 0) -> None:
@@ -148,6 +155,72 @@ class Engine:
     def object_bytes(self, ids: Sequence[int]) -> bytes:
         return self._load().object_bytes(ids)
 
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def write_late(self, ids: Sequence[int], first_token: int, gate: str) -> bytes:
+        """As ``write``, on a stream of a fake card, once there is a file ``gate``. The handle of an event behind it,
+        the same each time."""
+        from tests.cards.fake import LateWrites
+
+        image = self._load()
+        image.write(ids, first_token)
+        self._late = self._late or LateWrites()
+        assert isinstance(self._memory, FakeMemory)
+        self._late.write(self._memory.memory, bytes(image.memory), gate)
+        return self._late.handle
+
+    def begin_store_behind(self, first: int, count: int, ids: Sequence[int], handle: bytes) -> None:
+        self._stores.append(self._worker.store(prompt(first, count), [ids], ready=handle))
+
+    def stored(self, wait_s: float = WAIT_S) -> list[str] | None:
+        """Outcomes or reasons of the first store that was begun and not asked for; None: it has not ended."""
+        if not wait(self._stores[:1], wait_s).done:
+            return None
+        results = self._stores.pop(0).result()
+        return [one.reason or one.outcome.name.lower() for one in results for _ in range(one.count)]
+
+    def take_back(self) -> None:
+        """The first of those."""
+        self._stores[0].cancel()
+
+    # ---- several groups in one pool of pages ------------------------------------------------------------------------
+
+    def make_pool(self, page: int) -> Layout:
+        """Memory of a Pool, filled with 0xA5."""
+        from tests.cards.pool import Pool
+
+        self._pool = pool = Pool(page)
+        self._memory = memory = MEMORY[self._kind](pool.size_bytes)
+        self.clear()
+        self._layout = exported(pool.layout(), memory.pointer)
+        return self._layout
+
+    def clear(self) -> None:
+        assert self._memory is not None and self._pool is not None
+        self._memory.upload(bytearray([FILL]) * self._pool.size_bytes)
+
+    def put(self, ids: list[list[int]], seed: int) -> None:
+        assert self._memory is not None and self._pool is not None
+        data = bytearray(self._memory.download())
+        self._pool.put(np.frombuffer(data, np.uint8), ids, seed)
+        self._memory.upload(data)
+
+    def holds(self, ids: list[list[int]], seed: int, first: Sequence[int]) -> bool:
+        """Whether the memory is what ``put`` makes of one that was cleared, byte by byte."""
+        assert self._memory is not None and self._pool is not None
+        wanted = bytearray([FILL]) * self._pool.size_bytes
+        self._pool.put(np.frombuffer(wanted, np.uint8), ids, seed, first)
+        return wanted == self._memory.download()
+
+    def store_groups(self, first: int, count: int, ids: list[list[int]]) -> list[int]:
+        """Which groups of each chunk are there now."""
+        results = self._worker.store(prompt(first, count), ids).result(WAIT_S)
+        return [one.groups for one in results for _ in range(one.count)]
+
+    def retrieve_groups(self, job_id: bytes, count: int, ids: list[list[int]]) -> list[str]:
+        results = self._worker.retrieve(job_id, TokenRange(0, count), ids).result(WAIT_S)
+        return [one.outcome.name.lower() for one in results for _ in range(one.count)]
+
     def _load(self) -> Image:
         assert self._image is not None and self._memory is not None
         self._image.memory[:] = memoryview(self._memory.download())
@@ -163,12 +236,14 @@ class Engine:
         self, address: str, engine_id: str, ranks: tuple[int, int, int, int] = (0, 0, 1, 1), name: str = ""
     ) -> str:
         """Registers; "" or why not. ``ranks``: kv_rank, tp_rank, tp_size, kv_tp_size."""
-        assert self._layout is not None and self._image is not None
+        assert self._layout is not None
         kv_rank, tp_rank, tp_size, kv_tp_size = ranks
-        form, kv = stored_form(self._layout.groups), self._image.kv
-        identity = SpaceIdentity(
-            f"{kv.layers}x{kv.planes}x{kv.heads}x{kv.head_dim}", "1", "bfloat16", kv_tp_size, OWN_HASH_ALGORITHM, form
-        )
+        form = stored_form(self._layout.groups)
+        model = f"pool {self._pool.page}" if self._pool is not None else ""
+        if self._image is not None:
+            kv = self._image.kv
+            model = f"{kv.layers}x{kv.planes}x{kv.heads}x{kv.head_dim}"
+        identity = SpaceIdentity(model, "1", "bfloat16", kv_tp_size, OWN_HASH_ALGORITHM, form)
         request = RegisterRequest(engine_id, identity, kv_rank, tp_rank, tp_size, kv_tp_size, self._layout)
         worker = WorkerClient(address, request, WorkerOptions(client_id=name))
         scheduler = SchedulerClient(address, engine_id, identity, SchedulerOptions(tp_size=tp_size))
@@ -199,6 +274,15 @@ class Engine:
     def stop(self) -> bool:
         self._scheduler.close()
         return self._worker.close()
+
+
+def exported(layout: Layout, pointer: int) -> Layout:
+    """The layout in an allocation of this process, shared by handle."""
+    handle, uuid, offset, _ = _native.export_memory(pointer)
+    assert offset == 0
+    pieces = [piece for piece in layout.memory if isinstance(piece, SharedMemory)]
+    shared = tuple(CudaIpcMemory(handle, uuid, piece.offset_bytes, piece.size_bytes) for piece in pieces)
+    return replace(layout, memory=shared)
 
 
 def prompt(first: int, count: int) -> Tokens:

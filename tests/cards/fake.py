@@ -64,3 +64,26 @@ class CardMemory:
     def free(self) -> None:
         del self.buffer
         assert driver().cuMemFree_v2(ctypes.c_uint64(self.pointer)) == 0
+
+
+class LateWrites:
+    """A stream of this process, and an event that others open."""
+
+    def __init__(self) -> None:
+        self._stream, self._event = ctypes.c_void_p(), ctypes.c_void_p()
+        assert driver().cuStreamCreate(ctypes.byref(self._stream), 1) == 0
+        assert driver().cuEventCreate(ctypes.byref(self._event), 2 | 4) == 0
+        handle = ctypes.create_string_buffer(64)
+        assert driver().cuIpcGetEventHandle(handle, self._event) == 0
+        self.handle = handle.raw
+        self._sources: list[CardMemory] = []
+
+    def write(self, memory: CardMemory, data: bytes, gate: str) -> None:
+        """Fills the memory once there is a file ``gate``, and records the event behind that."""
+        source = CardMemory(len(data))
+        self._sources.append(source)
+        source.buffer[:] = data
+        target, size = ctypes.c_uint64(memory.pointer), ctypes.c_size_t(len(data))
+        assert driver().fakeHold(self._stream, gate.encode()) == 0
+        assert driver().cuMemcpyAsync(target, ctypes.c_uint64(source.pointer), size, self._stream) == 0
+        assert driver().cuEventRecord(self._event, self._stream) == 0

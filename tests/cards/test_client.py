@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.api import BlockForm, CudaIpcMemory, Runs
-from kvgrpc.client import KvForm, NotShareableError, kv_layout
+from kvgrpc.api import BlockForm, CudaIpcMemory, GroupKind, Runs
+from kvgrpc.client import KvForm, NotShareableError, kv_groups, kv_layout
 from kvgrpc.transfer.layout import check_layout
 from tests.cards import fake
 
@@ -88,6 +88,23 @@ def test_a_view_with_room_between_its_blocks(memory: fake.CardMemory) -> None:
 def test_what_cannot_be_shared_is_refused_in_words(memory: fake.CardMemory, tensor: Any, said: str) -> None:
     with pytest.raises(NotShareableError, match=said):
         kv_layout([tensor(memory.pointer)], FORM)
+
+
+def test_groups_in_one_memory(memory: fake.CardMemory) -> None:
+    """One piece for all of them; of each its kind, its blocks and where it begins."""
+    window = KvForm(16, 8, kind=GroupKind.SLIDING_WINDOW, window_tokens=32)
+    state = KvForm(32, 8, kind=GroupKind.RECURRENT)
+    full, short = Tensor(memory.pointer, (8, 16, 4)), Tensor(memory.pointer + 64, (8, 20), (128, 2))
+    layout = kv_groups([([full], FORM), ([full], window), ([short], state)])
+    check_layout(layout, 64)
+    (piece,) = layout.memory
+    assert (piece.offset_bytes, piece.size_bytes) == (0, 8 * 128)
+    whole = (Runs(0, 0, 1, 0, 1, 0, 128, 128),)
+    assert [(one.kind, one.window_tokens, one.block_size, one.runs) for one in layout.groups] == [
+        (GroupKind.FULL, 0, 16, whole),
+        (GroupKind.SLIDING_WINDOW, 32, 16, whole),
+        (GroupKind.RECURRENT, 0, 32, (Runs(0, 64, 1, 0, 1, 0, 128, 40),)),
+    ]
 
 
 def test_no_tensors() -> None:

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvgrpc.api import Content, Hashes, RegisterAnswer
 from kvgrpc.client.lookups import LookupResult
 from kvgrpc.core.types import TokenRange
@@ -164,3 +166,22 @@ class FakeCopier:
 def keys_of(content: Content) -> list[bytes]:
     assert isinstance(content, Hashes)
     return list(content.hashes)
+
+
+class OnACard:
+    """What is read of a tensor of a card."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, address: int, like: torch.Tensor) -> None:
+        self._address, self._like = address, like
+        self.shape = like.shape
+
+    def data_ptr(self) -> int:
+        return self._address + int(self._like.storage_offset()) * self._like.element_size()
+
+    def element_size(self) -> int:
+        return self._like.element_size()
+
+    def stride(self) -> tuple[int, ...]:
+        return self._like.stride()

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvgrpc.api import GroupKind, Hashes, SharedMemory, Tokens
+from kvgrpc.api import CudaIpcMemory, GroupKind, Hashes, SharedMemory, Tokens
 from kvgrpc.client import NotShareableError
 from kvgrpc.core.types import NULL_BLOCK, ChunkOutcome, ChunkResult, Part, Piece, TokenRange
 from kvgrpc.engines.vllm.memory import Form, share
 from kvgrpc.engines.vllm.metadata import Load, Report
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.engines.vllm.worker import Worker
+from kvgrpc.transfer import device
 from kvgrpc.transfer.layout import check_layout
 from kvgrpc.transfer.runs import piece_runs
-from tests.engines.fakes import BLOCK, Desk, FakeClient, FakeCopier, desk, keys_of
+from tests.engines.fakes import BLOCK, Desk, FakeClient, FakeCopier, OnACard, desk, keys_of
 
 GROUPS = Groups((BLOCK, BLOCK, 2 * BLOCK), frozenset({2}), whole=True, again=False)
 LOADED, FAILED = ChunkOutcome.LOADED, ChunkOutcome.FAILED
@@ -226,7 +227,23 @@ def _expected(tensors: dict[str, torch.Tensor], block: int) -> Iterator[bytes]:
     yield of("s", block)
 
 
+def test_groups_on_a_card_lie_as_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
+    """One piece of memory for all of them, and the same runs in it."""
+    begin = 0x7F0000000000
+    monkeypatch.setattr(device, "export_memory", lambda at: (b"h" * 64, "uuid", at - begin, 1 << 30))
+    forms = [FULL, WINDOW, RECURRENT]
+    tensors: dict[str, Any] = {name: OnACard(begin + 512, tensor) for name, tensor in aliased().items()}
+    layout = share(tensors, forms)
+    check_layout(layout, 2 * STATES)
+    (piece,) = layout.memory
+    assert (type(piece), piece.offset_bytes, piece.size_bytes) == (CudaIpcMemory, 512, 2 * BLOCKS * PAGE)
+    assert layout.groups == share(aliased(), forms).groups
+
+
 def test_a_tensor_that_is_not_made_of_the_groups_blocks_is_refused_by_name():
     tensors = aliased() | {"s": torch.zeros(BLOCKS + 3, 1, 1, 100, dtype=torch.int8)}
+    on_card: dict[str, Any] = {name: OnACard(0x7F0000000000, tensor) for name, tensor in tensors.items()}
+    with pytest.raises(NotShareableError, match=r"layer s has shape .*does not begin with 8 blocks"):
+        share(on_card, [FULL, RECURRENT])
     with pytest.raises(NotShareableError, match=r"layer s has shape .*does not begin with 8 blocks"):
         share(tensors, [FULL, RECURRENT])

@@ -18,6 +18,7 @@ from kvgrpc.engines.vllm import memory
 from kvgrpc.engines.vllm.memory import Form, share
 from kvgrpc.transfer import device
 from kvgrpc.transfer.layout import check_layout
+from tests.engines.fakes import OnACard
 
 BLOCKS, HEADS, STATES, CONTENT = 8, 2, 32, 16
 RUN = HEADS * STATES * CONTENT * 2
@@ -123,25 +124,6 @@ def test_cards_are_asked_to_put_a_blocks_layers_side_by_side():
     assert (memory.preferred_layout("cuda"), memory.preferred_layout("cpu")) == ("BLHNC", None)
     (runs,) = share(blocks_outermost(), [FORM]).groups[0].runs
     assert (runs.layer_stride_bytes, runs.block_stride_bytes) == (RUN, 2 * RUN)
-
-
-class OnACard:
-    """What is read of a tensor of a card."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, address: int, like: torch.Tensor) -> None:
-        self._address, self._like = address, like
-        self.shape = like.shape
-
-    def data_ptr(self) -> int:
-        return self._address + int(self._like.storage_offset()) * self._like.element_size()
-
-    def element_size(self) -> int:
-        return self._like.element_size()
-
-    def stride(self) -> tuple[int, ...]:
-        return self._like.stride()
 
 
 @pytest.mark.parametrize("make", [layers_outermost, blocks_outermost, tokens_outermost])

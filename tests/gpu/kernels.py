@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What needs torch or CuPy on the engine's side: each in a process of its own.
 
-``python -m tests.gpu.kernels rounds ADDRESS COUNT`` or ``refused KIND``.
+``python -m tests.gpu.kernels rounds ADDRESS COUNT WHO`` (``client`` or ``server`` waits for events),
+``handles ADDRESS`` or ``refused KIND``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from kvgrpc.api import RegisterRequest
+from kvgrpc.api import CudaIpcMemory, RegisterRequest
 from kvgrpc.client import (
     OWN_HASH_ALGORITHM,
     KvForm,
     NotShareableError,
     SchedulerClient,
     SpaceIdentity,
+    WorkerClient,
     kv_layout,
     register_kv_caches,
     stored_form,
@@ -33,9 +35,15 @@ BLOCKS, LAYERS, CHUNK, BLOCK = 64, 4, 64, 16
 FORM = KvForm(BLOCK, BLOCKS, block_axis=1, token_axis=2, heads=2, head_dim=64)
 
 
-def rounds(address: str, count: int) -> list[int]:
-    """Rounds that went wrong."""
-    command = [sys.executable, "-m", "tests.gpu.kernels", "rounds", address, str(count)]
+def rounds(address: str, count: int, who: str) -> list[int]:
+    """Rounds that went wrong; ``who`` waits for the event of a store: the client, or the server by its handle."""
+    command = [sys.executable, "-m", "tests.gpu.kernels", "rounds", address, str(count), who]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=50).stdout)
+
+
+def handles(address: str) -> list[str]:
+    """What became of stores that named events nobody can open; then of one without an event."""
+    command = [sys.executable, "-m", "tests.gpu.kernels", "handles", address]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=50).stdout)
 
 
@@ -45,18 +53,25 @@ def refused(kind: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60, text=True).stdout
 
 
-def _rounds(address: str, count: int) -> list[int]:
+def _engine(address: str) -> tuple[list[Any], WorkerClient, SchedulerClient]:
     import torch
 
     tensors = [torch.zeros((2, BLOCKS, BLOCK, 2, 64), dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
-    words = [tensor.view(torch.int16) for tensor in tensors]
     form = stored_form(kv_layout(tensors, FORM).groups)
-    identity = SpaceIdentity("rounds", "1", "bfloat16", 1, OWN_HASH_ALGORITHM, form)
     engine_id = secrets.token_hex(16)
+    identity = SpaceIdentity(engine_id, "1", "bfloat16", 1, OWN_HASH_ALGORITHM, form)
     request = RegisterRequest(engine_id, identity, 0, 0, 1, 1, kv_layout(tensors, FORM))
     worker = register_kv_caches(address, tensors, FORM, request)
     scheduler = SchedulerClient(address, engine_id, identity)
     assert worker.start(60) and scheduler.start(60), worker.problem
+    return [tensor.view(torch.int16) for tensor in tensors], worker, scheduler
+
+
+def _rounds(address: str, count: int, who: str) -> list[int]:
+    import torch
+
+    words, worker, scheduler = _engine(address)
+    again = torch.cuda.Event(interprocess=True)
     chance = random.Random(1)
     stream = torch.cuda.Stream()
     heavy: Any = torch.randn((4096, 4096), device="cuda", dtype=torch.bfloat16)
@@ -70,13 +85,15 @@ def _rounds(address: str, count: int) -> list[int]:
             fresh = torch.randint(-32768, 32767, (LAYERS, 2, len(mine), BLOCK, 2, 64), dtype=torch.int16, device="cuda")
             stream.synchronize()
             if number % 2:
-                heavy = (heavy @ heavy).clamp(-1, 1)  # the writes come late
+                for _ in range(8):
+                    heavy = (heavy @ heavy).clamp(-1, 1)  # the writes come late
             for layer in range(LAYERS):
                 words[layer][:, index] = fresh[layer]
-            event = torch.cuda.Event()
+            event = again if who == "server" else torch.cuda.Event()
             event.record(stream)
             content = prompt(number * 1000, tokens)
-            results = worker.store(content, [mine], ready=event).result(30)
+            ready = event.ipc_handle() if who == "server" else event
+            results = worker.store(content, [mine], ready=ready).result(30)
             assert {one.outcome for one in results} == {ChunkOutcome.STORED}, results
             for layer in range(LAYERS):
                 words[layer][:, index] = 0
@@ -90,6 +107,26 @@ def _rounds(address: str, count: int) -> list[int]:
     worker.close()
     scheduler.close()
     return bad
+
+
+def _handles(address: str) -> list[str]:
+    import torch
+
+    words, worker, scheduler = _engine(address)
+    for tensor in words:
+        tensor.fill_(7)
+    torch.cuda.synchronize()
+    content, ids = prompt(1 << 24, CHUNK), list(range(CHUNK // BLOCK))
+    memory = kv_layout([tensor.view(torch.bfloat16) for tensor in words], FORM).memory[0]
+    assert isinstance(memory, CudaIpcMemory)
+    said: list[str] = []
+    for handle in (memory.handle, bytes(64), b"x" * 64, None):
+        results = worker.store(content, [ids], ready=handle).result(30)
+        said += [one.reason or one.outcome.value for one in results]
+        said.append(str(scheduler.lookup(f"{len(said)}", content, timeout_s=5).hit_tokens))
+    worker.close()
+    scheduler.close()
+    return said
 
 
 def _refused(kind: str) -> str:
@@ -112,6 +149,8 @@ def _refused(kind: str) -> str:
 if __name__ == "__main__":
     act, *arguments = sys.argv[1:]
     if act == "rounds":
-        print(json.dumps(_rounds(arguments[0], int(arguments[1]))))
+        print(json.dumps(_rounds(arguments[0], int(arguments[1]), arguments[2])))
+    elif act == "handles":
+        print(json.dumps(_handles(arguments[0])))
     else:
         print(_refused(arguments[0]))

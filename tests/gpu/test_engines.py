@@ -10,8 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvgrpc.core.errors import Reason
 from tests.cards.churn import churn
 from tests.cards.engines import engine_process
+from tests.cards.pool import round_trip
 from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA, Kv
 from tests.served import Served, serving, wait_until
@@ -91,10 +93,24 @@ def test_ranks_of_one_engine_on_one_card(server: Served) -> None:
                     assert engine.stop()
 
 
-def test_kernels_before_a_store_and_after_a_retrieve(server: Served) -> None:
-    """A thousand rounds with fresh data: what a kernel wrote that was launched just before is what is stored, and a
-    kernel that is launched right after reads what was loaded."""
-    assert kernels.rounds(server.address, 1000) == []
+@pytest.mark.parametrize("page", [512, 64 << 10])
+def test_what_all_groups_need_comes_back_in_another_process(server: Served, page: int) -> None:
+    """Windows, states and full attention in one pool of pages, into other blocks, and nothing else is touched."""
+    round_trip("cuda", server.address, page)
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+def test_kernels_before_a_store_and_after_a_retrieve(server: Served, who: str) -> None:
+    """A thousand rounds with fresh data: what a kernel wrote that was launched just before, every other time behind
+    slow ones, is what is stored, and a kernel that is launched right after reads what was loaded. The client waits for
+    an event a round, or the server for one by its handle, which is recorded anew."""
+    assert kernels.rounds(server.address, 1000, who) == []
+
+
+def test_events_that_cannot_be_opened_are_refused_by_name(server: Served) -> None:
+    """Nothing is copied then, and the next store is served."""
+    refused = [Reason.READY_EVENT_UNSUPPORTED.value, "0"]
+    assert kernels.handles(server.address) == [*refused * 3, "STORED", str(kernels.CHUNK)]
 
 
 def test_engines_come_and_go() -> None:

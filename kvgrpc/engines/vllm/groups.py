@@ -26,7 +26,7 @@ def name_of(spec: Any) -> str:
     return type(spec).__name__
 
 
-def check_groups(groups: Sequence[Any], device: str, speculative: Any) -> None:
+def check_groups(groups: Sequence[Any], speculative: Any) -> None:
     """Raises UnsupportedError."""
     kinds = [kind_of(group.kv_cache_spec) for group in groups]
     if not kinds:
@@ -37,8 +37,6 @@ def check_groups(groups: Sequence[Any], device: str, speculative: Any) -> None:
     hybrid = f"this model has {len(kinds)} KV cache group(s) ({names})"
     states = any(kind is GroupKind.RECURRENT for kind, _ in kinds)
     way_out = "" if states or len(kinds) == 1 else f"; {WITHOUT}"
-    if device != "cpu":
-        raise UnsupportedError(f"kvgrpc: {hybrid}, which is supported on CPUs only so far{way_out}")
     if speculative is not None and (states or speculative.uses_draft_kv_cache()):
         raise UnsupportedError(
             f"kvgrpc: {hybrid}, and speculative decoding by {speculative.method}, which are not supported together"

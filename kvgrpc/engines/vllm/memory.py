@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kvgrpc.api import BlockForm, GroupKind, KvGroup, Layout, Runs, SharedMemory
-from kvgrpc.client import KvForm, NotShareableError, kv_layout
+from kvgrpc.client import KvForm, NotShareableError, kv_groups
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shm_open puts its objects, not a temporary file
 SPARE_BYTES = 16 << 20
@@ -35,6 +35,17 @@ class Form:
     layout: str
     kind: GroupKind = GroupKind.FULL
     window_tokens: int = 0
+
+    @property
+    def kv(self) -> KvForm:
+        return KvForm(
+            self.block_size,
+            self.num_blocks,
+            backend=self.backend,
+            layout=self.layout,
+            kind=self.kind,
+            window_tokens=self.window_tokens,
+        )
 
     def group(self, runs: tuple[Runs, ...] = ()) -> KvGroup:
         return KvGroup(
@@ -60,9 +71,9 @@ def share(tensors: Mapping[str, torch.Tensor], forms: Sequence[Form]) -> Layout:
     memory. Raises NotShareableError; then they stay where they are, but for those that were moved before."""
     every = [tensors[layer] for form in forms for layer in form.layers]
     if {tensor.device.type for tensor in every} == {"cuda"}:
-        (form,) = forms
-        form_of_all = KvForm(form.block_size, form.num_blocks, backend=form.backend, layout=form.layout)
-        return kv_layout(every, form_of_all)
+        return kv_groups(
+            [([_OnCard.of(layer, tensors[layer], form.num_blocks) for layer in form.layers], form.kv) for form in forms]
+        )
     by_group = [[_blocks(layer, tensors[layer], form.num_blocks) for layer in form.layers] for form in forms]
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in every)}
     _check_room(sum(storage.nbytes() for storage in storages.values() if not storage.is_shared()))
@@ -85,12 +96,40 @@ def _blocks(layer: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
         raise NotShareableError(
             f"layer {layer} lies on {tensor.device}: only memory of CUDA cards and of CPUs is shared"
         )
-    if tensor.dim() < 2 or not tensor.shape[0] or tensor.shape[0] % num_blocks:
-        shape = tuple(tensor.shape)
-        raise NotShareableError(f"layer {layer} has shape {shape}, which does not begin with {num_blocks} blocks")
+    _check_shape(layer, tensor, num_blocks)
     blocks = tensor if tensor.shape[0] == num_blocks else tensor.view(num_blocks, -1, *tensor.shape[1:])
     _check_dense(layer, blocks)
     return blocks
+
+
+def _check_shape(layer: str, tensor: torch.Tensor, num_blocks: int) -> None:
+    shape = tuple(tensor.shape)
+    if len(shape) < 2 or not shape[0] or shape[0] % num_blocks:
+        raise NotShareableError(f"layer {layer} has shape {shape}, which does not begin with {num_blocks} blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class _OnCard:
+    """The same of a card, where nothing may be copied: what kv_groups reads of a tensor. Strides count elements."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer: str, tensor: torch.Tensor, num_blocks: int) -> _OnCard:
+        _check_shape(layer, tensor, num_blocks)
+        count, (stride, *inner) = tensor.shape[0] // num_blocks, tensor.stride()
+        return cls(tensor, (num_blocks, count, *tensor.shape[1:]), (count * stride, stride, *inner))
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+    def element_size(self) -> int:
+        return self.tensor.element_size()
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
 
 
 def _check_dense(layer: str, tensor: torch.Tensor) -> None:

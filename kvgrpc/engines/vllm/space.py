@@ -51,7 +51,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     _check_parallel(config.parallel_config)
     specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
     device = str(config.device_config.device_type)
-    check_groups(kv_config.kv_cache_groups, device, config.speculative_config)
+    check_groups(kv_config.kv_cache_groups, config.speculative_config)
     is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
