@@ -51,6 +51,16 @@ class PartedBelow(Parted):
         self.take_written()
         self.below -= self.names(prompt, of)
 
+    @rule(prompt=st.sampled_from(PROMPTS), but=places)
+    def restart(self, prompt: str, but: list[tuple[int, int]]) -> None:
+        """As far as nobody uses it, memory has nothing any more of a prompt that is stored anew, but for these."""
+        for rank in range(self.p.ranks):
+            self.store(prompt, CHUNKS, rank, [0] * 4)
+        for group in range(len(self.p.needs)):
+            for at in range(CHUNKS):
+                if (group, at) not in but:
+                    self.forget(prompt, group, at)
+
     @rule(prompt=st.sampled_from(PROMPTS), of=places)
     def evict_many(self, prompt: str, of: list[tuple[int, int]]) -> None:
         for group, at in of:
