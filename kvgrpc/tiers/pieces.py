@@ -328,12 +328,12 @@ class BlockingTier(RemoteTier):
     def _fault(self, error: Exception) -> TierFault:
         return TierFault(FaultReason.IO, f"{self._where}: {str(error)[:300]}")
 
-    def _begin(self) -> None:
+    def _call_begins(self) -> None:
         """A call begins on this thread."""
 
     async def _run(self, pool: Executor, work: Callable[..., T], *args: object) -> T:
         def run() -> T:
-            self._begin()
+            self._call_begins()
             return work(*args)
 
         try:

@@ -146,7 +146,7 @@ class ValkeyTier(BlockingTier):
         self._ttl_ms = ttl_ms
         self._how = (deadline_s, login)
 
-    def _begin(self) -> None:
+    def _call_begins(self) -> None:
         begin_call(self._how[0])
 
     def _connect(self) -> Any:
