@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from kvgrpc.runtime.garbage import BUSY_S, FULL_S, YOUNG_COLLECTIONS, Freezer
+from kvgrpc.runtime.garbage import BUSY_OBJECTS, BUSY_S, FULL_S, FULL_WAIT_S, YOUNG_COLLECTIONS, Freezer
 
 
 class World:
@@ -70,6 +70,7 @@ def test_where_a_call_always_runs_what_is_new_is_frozen_all_the_same(world: Worl
     kept, lost = Node(), Node()
     gone = weakref.ref(lost)
     del lost
+    many = [[kept] for _ in range(BUSY_OBJECTS)]
     young()
     world.now_s = BUSY_S - 1
     world.freezer.step()
@@ -79,10 +80,40 @@ def test_where_a_call_always_runs_what_is_new_is_frozen_all_the_same(world: Worl
     assert gone() is None
     assert gc.get_freeze_count() > before
     assert not any(one is kept for one in gc.get_objects())
+    del many
     world.now_s = FULL_S
     young()
     world.freezer.step()
     assert not any(one is kept for one in gc.get_objects()), "the long one waits for a moment without a call"
+
+
+def test_where_a_call_always_runs_those_of_now_are_not_kept_for_little(world: World) -> None:
+    """What is frozen while they run is garbage as soon as they end, and stays."""
+    world.idle = False
+    calls = [Node() for _ in range(100)]
+    gone = [weakref.ref(call) for call in calls]
+    young()
+    world.now_s = 10 * BUSY_S
+    world.freezer.step()
+    del calls
+    gc.collect()
+    assert not any(call() for call in gone)
+
+
+def test_where_a_call_always_runs_a_cycle_that_was_frozen_goes_as_well(world: World) -> None:
+    call = Node()
+    gone = weakref.ref(call)
+    young()
+    world.freezer.step()
+    del call
+    world.idle = False
+    world.now_s = FULL_S + FULL_WAIT_S - 1
+    young()
+    world.freezer.step()
+    assert gone() is not None
+    world.now_s += 1
+    world.freezer.step()
+    assert gone() is None
 
 
 def test_a_cycle_that_was_frozen_while_it_was_in_use_goes_within_an_hour(world: World) -> None:
