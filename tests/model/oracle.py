@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvgrpc.core.calls import SLICES_LAUNCHED
-from kvgrpc.core.types import ChunkOutcome, ChunkResult, Direction, PrefetchStatus, RunSlice, SliceReport
+from kvgrpc.core.types import ChunkOutcome, ChunkResult, Direction, Piece, PrefetchStatus, RunSlice, SliceReport
 
 Rank = int
 ReaderId = tuple[int, int]
@@ -191,6 +191,7 @@ class Oracle:
                 name = call.object(piece.chunk)
                 assert name not in call.place.stored, "an object that is there is written again"
                 assert not self._written_by_others(call, name), "two calls write one object"
+                assert not self._touched_by_others(call, piece), "a place is written that another call still touches"
             else:
                 versions = range(call.job.version, call.place.version + 1)
                 names = {(v, call.keys[piece.chunk], call.rank) for v in versions}
@@ -199,13 +200,23 @@ class Oracle:
         self._note_writing(order, list(self.calls.values()))
 
     def _written_by_others(self, call: Call, name: tuple[int, bytes, Rank]) -> bool:
+        """By a slice whose bytes can still count: behind one that stopped early, the object is given up, and its next
+        writer has another place."""
         for order in self.slices.values():
+            if order.slice_id in self.skipped:
+                continue
             other = self.calls[(order.client_id, order.call_id)]
             if order.direction is Direction.RETRIEVE or other.stopped or other is call or other.place is not call.place:
                 continue
             if name in {other.object(piece.chunk) for piece in order.pieces}:
                 return True
         return False
+
+    def _touched_by_others(self, call: Call, piece: Piece) -> bool:
+        """Whatever becomes of their bytes, and also to read them."""
+        others = [s for s in self.slices.values() if (s.client_id, s.call_id) != (call.client, call.call_id)]
+        touched = [extent for order in others for other in order.pieces for extent in other.extents]
+        return any(a < b + more and b < a + size for a, size in piece.extents for b, more in touched)
 
     def _note_writing(self, order: RunSlice, watchers: list[Call]) -> None:
         """Open calls remember who else was writing their objects: that is what BEING_WRITTEN may mean."""
