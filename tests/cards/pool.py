@@ -9,17 +9,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvgrpc.api import BlockForm, GroupKind, KvGroup, Layout, Runs, SharedMemory
-from kvgrpc.core.types import NULL_BLOCK
 from tests.cards import engines
+from tests.pooled import Bytes, Ids, put, take
 
 CHUNK, LAYERS, BLOCKS = 64, 2, 96
 PROMPT = 3 * CHUNK
-Bytes = NDArray[np.uint8]
-Ids = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -54,29 +49,12 @@ class Pool:
         return Layout((SharedMemory(name, 0, self.size_bytes), SharedMemory(name, half, half)), self.groups)
 
     def take(self, seed: int, lack_below: Sequence[int] = (0,) * 5) -> Ids:
-        """Different blocks of every group for the prompt, null blocks below these tokens; block 0 is nobody's."""
-        free = random.Random(seed).sample(range(1, BLOCKS), BLOCKS - 1)
-        return [
-            [NULL_BLOCK if (at + 1) * one.block_size <= below else free.pop() for at in range(PROMPT // one.block_size)]
-            for one, below in zip(self.groups, lack_below, strict=True)
-        ]
+        """Blocks for the prompt."""
+        return take(random.Random(seed), self.groups, PROMPT, lack_below)
 
     def put(self, memory: Bytes, ids: Ids, seed: int, first: Sequence[int] = (0,) * 5) -> None:
         """What each group's blocks hold from these tokens on."""
-        pages = memory[: self.size_bytes].reshape(LAYERS, BLOCKS, self.page)
-        for number, (one, blocks, start) in enumerate(zip(self.groups, ids, first, strict=True)):
-            length = one.runs[0].run_bytes
-            for place, block in enumerate(blocks):
-                if block != NULL_BLOCK and (place + 1) * one.block_size > start:
-                    for layer in range(LAYERS):
-                        pages[layer, block, :length] = coded(seed, number, layer, place, length)
-
-
-def coded(seed: int, number: int, layer: int, place: int, length: int) -> Bytes:
-    """What a group's block at this place of the prompt holds in one layer."""
-    at = np.arange(length, dtype=np.uint64)
-    mixed = at * 0x9E3779B1 + number * 0x85EBCA77 + layer * 0xC2B2AE3D + place * 0x27D4EB2F + seed * 0x165667B1
-    return ((mixed & 0xFFFFFFFF) >> 13).astype(np.uint8)
+        put(memory[: self.size_bytes].reshape(LAYERS, BLOCKS, self.page), self.groups, ids, first, seed)
 
 
 FIRST_NEEDED = (0, PROMPT - 72, PROMPT - 32, PROMPT - 32, PROMPT - 72)

@@ -47,6 +47,12 @@ def loaded(engine: EngineProcess, first: int, others: Sequence[int], first_token
     return engine.wrong_tokens(others, first_token)
 
 
+def store_waits(engine: EngineProcess, gate: Path) -> None:
+    """A Store of bytes that are written once the file ``gate`` is there."""
+    engine.begin_store_behind(1, TOKENS, IDS, engine.write_late(IDS, 0, str(gate)))
+    assert engine.stored(0.3) is None
+
+
 def test_bytes_that_are_written_late_are_the_bytes_stored(server: Served, tmp_path: Path) -> None:
     """One event, recorded anew each round and opened once. Others are served meanwhile, the waiting engine too."""
     with engine_process("fake") as one, engine_process("fake") as two:
@@ -76,9 +82,7 @@ def test_bytes_that_are_written_late_are_the_bytes_stored(server: Served, tmp_pa
 def test_an_engine_that_dies_before_its_event_is_let_go_of(server: Served, tmp_path: Path) -> None:
     with engine_process("fake") as engine:
         started(engine, server)
-        handle = engine.write_late(IDS, 0, str(tmp_path / "never"))
-        engine.begin_store_behind(1, TOKENS, IDS, handle)
-        assert engine.stored(0.3) is None
+        store_waits(engine, tmp_path / "never")
         assert open_files(server) >= 2
         engine.kill()
         wait_until(lambda: open_files(server) == 0, LONG_S)
@@ -87,9 +91,7 @@ def test_an_engine_that_dies_before_its_event_is_let_go_of(server: Served, tmp_p
 def test_a_server_ends_whatever_it_waits_for(server: Served, tmp_path: Path) -> None:
     with engine_process("fake") as engine:
         started(engine, server)
-        handle = engine.write_late(IDS, 0, str(tmp_path / "never"))
-        engine.begin_store_behind(1, TOKENS, IDS, handle)
-        assert engine.stored(0.3) is None
+        store_waits(engine, tmp_path / "never")
         assert stop(server.process) == 0
         assert "Traceback" not in server.log
 
@@ -98,9 +100,7 @@ def test_a_store_that_is_taken_back_waits_no_longer(server: Served, tmp_path: Pa
     """Its blocks are free then: they are not read when the event comes."""
     with engine_process("fake") as engine:
         started(engine, server)
-        handle = engine.write_late(IDS, 0, str(tmp_path / "gate"))
-        engine.begin_store_behind(1, TOKENS, IDS, handle)
-        assert engine.stored(0.3) is None
+        store_waits(engine, tmp_path / "gate")
         engine.take_back()
         assert engine.stored() == [Reason.CALL_REVOKED.value] * 2
         (tmp_path / "gate").touch()
@@ -112,9 +112,7 @@ def test_a_store_that_is_taken_back_waits_no_longer(server: Served, tmp_path: Pa
 def test_unregistering_does_not_wait_for_events(server: Served, tmp_path: Path) -> None:
     with engine_process("fake") as engine:
         started(engine, server)
-        handle = engine.write_late(IDS, 0, str(tmp_path / "never"))
-        engine.begin_store_behind(1, TOKENS, IDS, handle)
-        assert engine.stored(0.3) is None
+        store_waits(engine, tmp_path / "never")
         began = time.monotonic()
         engine.stop()
         wait_until(lambda: open_files(server) == 0, LONG_S)

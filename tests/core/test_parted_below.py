@@ -71,13 +71,19 @@ def test_only_what_the_hit_needs_is_read(hit: int):
     assert p.desk.counts.pins == 0
 
 
-def test_a_hit_of_l1_becomes_a_longer_one_with_other_windows():
+def beginning_in_l1() -> tuple[PartedDesk, set[str]]:
+    """Six chunks are below, of which L1 has two; what is below."""
     p = parted()
     p.store("a", 6)
     below = p.below
     for at in range(2, 6):
         for group in range(3):
             p.evict(group, at)
+    return p, below
+
+
+def test_a_hit_of_l1_becomes_a_longer_one_with_other_windows():
+    p, below = beginning_in_l1()
     job = p.engine.lookup("a", 6)
     assert p.desk.counts.pins == 2 + 2 + 1
     p.answer(below)
@@ -127,12 +133,7 @@ def test_a_read_that_fails_leaves_the_longest_hit_that_does_not_need_it(group: i
 
 def test_when_time_is_up_only_a_whole_hit_counts():
     """The full chunks have come, the windows have not: there is no hit, nor one of a length that L1 had before."""
-    p = parted()
-    p.store("a", 6)
-    below = p.below
-    for at in range(2, 6):
-        for group in range(3):
-            p.evict(group, at)
+    p, below = beginning_in_l1()
     job = p.engine.lookup("a", 6)
     p.answer(below)
     for read_id, read in list(p.desk.reads.items()):

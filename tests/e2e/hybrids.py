@@ -15,21 +15,19 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from kvgrpc import api
 from kvgrpc.client import Client, SchedulerClient, WorkerClient
-from kvgrpc.core.types import NULL_BLOCK, SpaceIdentity, TokenRange
+from kvgrpc.core.types import SpaceIdentity, TokenRange
 from kvgrpc.transfer.layout import stored_form
 from tests.e2e.harness import outcomes
 from tests.kvdata import shared_memory
+from tests.pooled import Bytes, Ids, put, take
 from tests.served import wait_until
 
 CHUNK, LAYERS, BLOCKS = 64, 2, 160
 FILL = 0xA5
-Bytes = NDArray[np.uint8]
-Ids = list[list[int]]
 WINDOW, LOCAL, STATE = 72, 32, 32
 OBJECTS = 4
 """Of a chunk: the two windows are one."""
@@ -64,15 +62,8 @@ def first_stored(hit_tokens: int) -> list[int]:
     return [0, window, hit_tokens - STATE, hit_tokens - LOCAL, window]
 
 
-def coded(number: int, layer: int, place: int, length: int, prompt: int = 0) -> Bytes:
-    """What a group's block at this place of the prompt holds in one layer."""
-    at = np.arange(length, dtype=np.uint64)
-    seed = number * 0x85EBCA77 + layer * 0xC2B2AE3D + place * 0x27D4EB2F + prompt * 0x165667B1 + 0x165667B1
-    return (((at * 0x9E3779B1 + seed) & 0xFFFFFFFF) >> 13).astype(np.uint8)
-
-
 class Pages:
-    """The pool. Block 0 is nobody's."""
+    """The pool."""
 
     def __init__(self, buffer: Buffer, seed: int, scale: int = 1) -> None:
         self.size_bytes = LAYERS * BLOCKS * 512 * scale
@@ -83,21 +74,11 @@ class Pages:
         self._rng = random.Random(seed)
 
     def take(self, tokens: int, lack_below: Sequence[int] = (0,) * 5) -> Ids:
-        """Different blocks for every group, null blocks below these tokens."""
-        free = self._rng.sample(range(1, BLOCKS), BLOCKS - 1)
-        return [
-            [NULL_BLOCK if (at + 1) * one.block_size <= below else free.pop() for at in range(tokens // one.block_size)]
-            for one, below in zip(self.groups, lack_below, strict=True)
-        ]
+        return take(self._rng, self.groups, tokens, lack_below)
 
     def put(self, ids: Ids, pages: Bytes, first: Sequence[int] = (0,) * 5, prompt: int = 0) -> None:
         """Position-coded data from these tokens on, in a copy of the pages."""
-        for number, (one, blocks, start) in enumerate(zip(self.groups, ids, first, strict=True)):
-            length = one.runs[0].run_bytes
-            for place, block in enumerate(blocks):
-                if block != NULL_BLOCK and (place + 1) * one.block_size > start:
-                    for layer in range(LAYERS):
-                        pages[layer, block, :length] = coded(number, layer, place, length, prompt)
+        put(pages, self.groups, ids, first, prompt)
 
 
 def tokens(count: int, prompt: int = 0) -> api.Tokens:

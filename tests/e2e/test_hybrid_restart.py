@@ -13,8 +13,9 @@ from kvgrpc import api
 from kvgrpc.client import Client
 from tests.e2e.arena_server import ArenaServer
 from tests.e2e.hybrid_server import ALL, elsewhere
-from tests.e2e.hybrids import CHUNK, CHUNKS, FLAGS, coded, hybrid_engine
+from tests.e2e.hybrids import CHUNK, CHUNKS, FLAGS, hybrid_engine
 from tests.e2e.test_restart import end
+from tests.pooled import coded
 
 STEP = 4096
 """Runs begin at multiples of it."""
