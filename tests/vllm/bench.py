@@ -18,6 +18,7 @@ from tests.vllm.engine import Engine, Said, connector
 from tests.vllm.processes import Server
 
 KV_BYTES = 128 << 20
+NO_CACHE = {"kvgrpc.no_store": True, "kvgrpc.no_lookup": True}
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -87,10 +88,10 @@ class Bench:
         (client,) = self.scheduler()._servers._servers
         return client
 
-    def blocks_at_the_end(self) -> list[tuple[list[list[int]], dict[str, torch.Tensor]]]:
-        """Grows with each request that finishes: its block tables, and a copy of every layer's blocks in their order,
-        taken before anybody else gets them."""
-        kept: list[tuple[list[list[int]], dict[str, torch.Tensor]]] = []
+    def blocks_at_the_end(self) -> dict[int, tuple[list[list[int]], dict[str, torch.Tensor]]]:
+        """Grows with each request that finishes, by its number: its block tables, and a copy of every layer's blocks in
+        their order, taken before anybody else gets them."""
+        kept: dict[int, tuple[list[list[int]], dict[str, torch.Tensor]]] = {}
         scheduler, real = self.scheduler(), self.scheduler().finished
 
         def finished(request_id: str) -> None:
@@ -98,7 +99,8 @@ class Bench:
             groups = self.engine.core.scheduler.kv_cache_config.kv_cache_groups
             layers = {layer: ids for group, ids in zip(groups, tables, strict=True) for layer in group.layer_names}
             tensors = self.layers()
-            kept.append((tables, {layer: tensors[layer][ids].clone() for layer, ids in layers.items()}))
+            copies = {layer: tensors[layer][ids].clone() for layer, ids in layers.items()}
+            kept[int(request_id.split("-")[0])] = tables, copies
             real(request_id)
 
         scheduler.finished = finished

@@ -31,11 +31,6 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     OMP_NUM_THREADS="1",
 )
-if importlib.util.find_spec("vllm"):
-    import torch
-
-    if torch.cuda.is_available():  # there, words would depend on what else is computed beside them
-        os.environ.update(VLLM_BATCH_INVARIANT="1", VLLM_USE_FLASHINFER_SAMPLER="0")
 os.environ.pop("PYTHONHASHSEED", None)
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.served import wait_until
-from tests.vllm.bench import prompt
+from tests.vllm.bench import NO_CACHE, prompt
 from tests.vllm.processes import EngineProcess, Server, engine_process
 
 REQUESTS = 50
-NO_CACHE = {"kvgrpc.no_store": True, "kvgrpc.no_lookup": True}
 EXTRA_S = 5.0
 """Most that a fault may add to a batch: lookups until the breaker opens, and the copies that have to be fenced."""
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from kvgrpc.client import Client
-from tests.vllm.bench import Bench, prompt
+from tests.vllm.bench import NO_CACHE, Bench, prompt
 
 A = prompt(3, 500)
 B = A[:256] + prompt(11, 244)
@@ -75,6 +76,30 @@ def test_a_batch_with_local_and_external_hits(bench: Bench):
     assert [each.tokens for each in said] == cold
     assert [each.cached for each in said][2:4] == [512, 0]
     assert all(each.cached >= 256 for each in said[:2])
+
+
+def test_a_batch_of_hits_is_what_was_computed(bench: Bench):
+    """Every block byte for byte, in other blocks, and the words that vLLM says behind hits of its own: on a card they
+    may differ from those of a cold run."""
+    batch = [A[:128] + prompt(51 + at, 70 + at % 27) for at in range(50)]  # whole blocks end where whole chunks do
+    kept = bench.blocks_at_the_end()
+    try:
+        bench.say(*batch, tokens=4)
+        local = bench.say(*batch, tokens=4, params=NO_CACHE)
+        bench.forget()
+        said = bench.say(*batch, tokens=4, params={"kvgrpc.no_store": True})
+    finally:
+        del bench.scheduler().finished
+    assert [each.tokens for each in said] == [each.tokens for each in local]
+    assert {each.cached for each in said} == {each.cached for each in local} == {192}
+    numbers = sorted(kept)
+    computed, loaded = ([kept[number] for number in part] for part in (numbers[:50], numbers[100:]))
+    for ((first,), was), ((second,), found) in zip(computed, loaded, strict=True):
+        assert first[:6] != second[:6]
+        for layer, blocks in found.items():
+            assert torch.equal(blocks[4:6].view(torch.uint8), was[layer][4:6].view(torch.uint8))
+            shared = (other[layer][:4].view(torch.uint8) for _, other in computed)  # one of those who computed it
+            assert any(torch.equal(blocks[:4].view(torch.uint8), one) for one in shared)
 
 
 def test_a_local_prefix_is_continued_from_inside_a_chunk(bench: Bench):

@@ -16,13 +16,12 @@ import torch
 
 from kvgrpc.client import ClearTarget, Client
 from tests.served import Served, serving, wait_until
-from tests.vllm.bench import prompt
+from tests.vllm.bench import NO_CACHE, prompt
 from tests.vllm.processes import EngineProcess, engine_process
 
 A = prompt(3, 500)
 B = A[:256] + prompt(11, 244)
 TURN = prompt(17, 512)
-NO_CACHE = {"kvgrpc.no_store": True, "kvgrpc.no_lookup": True}
 
 
 CARDS = torch.cuda.device_count()

@@ -138,7 +138,7 @@ def test_loaded_blocks_hold_what_was_computed(bench: Bench):
         (said,) = bench.say(A, tokens=1)
     finally:
         del bench.scheduler().finished
-    (first, computed), (second, loaded) = kept
+    (first, computed), (second, loaded) = kept.values()
     assert said.cached == 448
     named = [[at for at in range(14) if ids[at]] for ids in first]
     assert sorted(map(len, named)) == [2] * 5 + [14]  # the window of the 500th token begins in block 12
