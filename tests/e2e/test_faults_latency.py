@@ -26,7 +26,7 @@ CEILINGS_S = {2048: 0.002, 32_768: 0.008, 131_072: 0.025, MOST: 0.2}
 """The report's and one between them, for a core on which an empty call takes ``EMPTY_CALL_S``. They are held against
 the quickest lookup, which is what a lookup costs when nobody else wants the processor."""
 EMPTY_CALL_S = 0.00055
-"""On the machine of benchmarks/results/2026-11-28-bench.json, which has such a core."""
+"""Of the core that the ceilings hold for; a slower one gets as much more."""
 BUSY = 3
 """How much longer half of the lookups may take on a machine with other work."""
 ENGINE_ID = "engine-with-long-prompts"

@@ -32,7 +32,7 @@ COMMON = {
 
 
 def make_mla(folder: Path) -> Path:
-    """Multi-head latent attention, as DeepSeek's."""
+    """Multi-head latent attention, with heads of DeepSeek's sizes: vLLM's kernels for cards take no others."""
     torch.manual_seed(1234)
     config = DeepseekV2Config(
         **COMMON,
@@ -42,8 +42,8 @@ def make_mla(folder: Path) -> Path:
         kv_lora_rank=512,
         q_lora_rank=None,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
         n_routed_experts=4,
         moe_intermediate_size=128,
         first_k_dense_replace=3,

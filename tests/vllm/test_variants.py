@@ -68,7 +68,7 @@ def test_an_engine_that_was_killed_finds_its_prompts_again(llama: str, empty: Se
     options = {"num_gpu_blocks_override": 120, "variables": changes}
     with engine_process(llama, empty.address, tmp_path / "2", **options) as engine:
         engine.say(prompt(47, 300), params=NO_CACHE)
-        said = engine.say(A, B)
+        said = [engine.say(each)[0] for each in (A, B)]
         assert [each.tokens for each in said] == words
         assert min(cached(said)) >= 448
 
