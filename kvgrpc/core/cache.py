@@ -175,7 +175,7 @@ class Bookkeeper:
         self.ledger.outbox += [t.Unmap(client.client_id, mapping_id) for mapping_id in client.unmaps]
         client.unmaps.clear()
         if client.gone:
-            self.sessions.ending.pop(client.client_id, None)
+            self.sessions.settled(client)
             self.ledger.outbox.append(t.SessionEnded(client.client_id))
 
     # ---- memory -----------------------------------------------------------------------------------------------------

@@ -118,6 +118,13 @@ class Sessions:
         if not engine.clients:
             del self.engines[engine.engine_id]
 
+    def settled(self, client: Client) -> None:
+        """The last slice of a session that is over has been reported: its id is free. Its records and it name each
+        other, so they would wait for a full collection, which may be an hour away."""
+        self.ending.pop(client.client_id, None)
+        client.calls.clear()
+        client.ended.clear()
+
     def find(self, client_id: str, engine_id: str) -> Client:
         """The client, if it is attached and of this engine. Refuses: NOT_ATTACHED, ENGINE_UNKNOWN."""
         client = self.clients.get(client_id)
