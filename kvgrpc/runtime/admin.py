@@ -51,6 +51,8 @@ class DriverAdmin:
                 **driver.book.counters,
                 "stored_bytes": driver.copied_bytes[Direction.STORE],
                 "loaded_bytes": driver.copied_bytes[Direction.RETRIEVE],
+                "write_chunks_bytes": driver.writes.bytes,
+                "read_chunks_bytes": driver.reads.bytes,
             },
             restart=api.RestartStatus() if driver.recorder is None else driver.recorder.status(),
         )

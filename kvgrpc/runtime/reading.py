@@ -31,6 +31,8 @@ class Reads:
     def __init__(self, most: int) -> None:
         self._most = most
         self.running = 0
+        self.bytes = 0
+        """That were handed out, since the start."""
 
     async def read(self, driver: Driver, client_id: str, asked: ReadChunksRequest) -> AsyncIterator[ReadChunksAnswer]:
         """Refuses: CALL_LIMIT, and as ``readings.begin``."""
@@ -46,6 +48,7 @@ class Reads:
                 for pieces in cut(slot):
                     data = b"".join([driver.hands.arena.view(*piece) for piece in pieces])
                     checksum, order = await checksum_of(driver, data), "" if offset else reading.order
+                    self.bytes += len(data)
                     yield ChunkPart(reading.at, offset, slot.size_bytes, checksum, data, order)
                     offset += len(data)
                 reading.done(driver.now())

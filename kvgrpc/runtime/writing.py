@@ -32,6 +32,8 @@ class Writes:
         self._most = most
         self.running: Counter[str] = Counter()
         """By client."""
+        self.bytes = 0
+        """That were put into the arena, since the start."""
 
     @contextmanager
     def one_more(self, client_id: str) -> Generator[None, None, None]:
@@ -99,3 +101,4 @@ def _put(driver: Driver, data: bytes, pieces: list[Extent]) -> None:
     for offset, length in pieces:
         driver.hands.arena.view(offset, length)[:] = view[done : done + length]
         done += length
+    driver.writes.bytes += done

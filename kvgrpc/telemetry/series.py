@@ -132,7 +132,8 @@ def _copies(sources: Sources) -> list[Series]:
     stores = {name: counters.get(f"refused_{name}", 0) for name in STORES}
     stores["stored"] = counters.get("stored_chunks", 0)
     copies = {direction.value: figures for direction, figures in sources.mover.copies.items()}
-    copied = {name: figures.bytes for name, figures in copies.items()}
+    streamed = {name: counters.get(f"{name}_chunks_bytes", 0) for name in ("write", "read")}
+    copied = {**{name: figures.bytes for name, figures in copies.items()}, **streamed}
     failed = {name: figures.failed for name, figures in copies.items()}
     seconds: list[Point] = [({"direction": name}, figures.seconds) for name, figures in copies.items()]
     waited = sources.waited()

@@ -167,11 +167,12 @@ def server_of(one: Snapshot, **changes: object) -> Snapshot:
 
 def test_rates_are_what_has_grown() -> None:
     before = server_of(snapshot(), counters={"lookup_tokens": 1000, "hit_tokens": 920, "loaded_bytes": 0, "lookups": 1})
-    counters = {"lookup_tokens": 3000, "hit_tokens": 1920, "loaded_bytes": 5_000_000_000, "lookups": 11}
+    counters = {"lookup_tokens": 3000, "hit_tokens": 1920, "loaded_bytes": 4_000_000_000, "lookups": 11}
+    counters |= {"read_chunks_bytes": 1_000_000_000, "stored_bytes": 10_000_000, "write_chunks_bytes": 4_000_000_000}
     now = server_of(before, counters=counters)
     text = frame(compared("unix:/s", now, before, 2.0), WIDTH, HEIGHT, Text("q ends")).plain
     assert re.search(r"hit rate +50\.0%  since start 64\.0%", text)
-    assert re.search(r"load +2\.50 GB/s", text)
+    assert re.search(r"load +2\.50 GB/s", text) and re.search(r"store +2\.00 GB/s", text), "streams are in it"
     assert re.search(r"lookups +5\.0/s", text)
     restarted = server_of(now, server_epoch=b"\3" * 16)
     assert re.search(

@@ -16,6 +16,7 @@ CHART = ROOT / "deploy/helm/kvgrpc"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 HELMS = {version: ROOT / f"build/helm/{version}/helm" for version in ("3.19.0", "4.1.4")}
 NEWEST = "4.1.4"
+KUBECTL = ROOT / "build/kubectl/1.34.5/kubectl"
 KUBERNETES = ("1.29.0", "1.32.0", "1.36.0")
 RELEASE, NAMESPACE = "kvgrpc", "inference"
 
@@ -53,6 +54,12 @@ def values(**sets: object) -> tuple[str, ...]:
 def of_kind(manifests: list[Manifest], kind: str, ending: str = "") -> Manifest:
     (found,) = (one for one in manifests if one["kind"] == kind and one["metadata"]["name"].endswith(ending))
     return found
+
+
+def inner(manifests: list[Manifest]) -> list[Manifest]:
+    """What the chart has a Job create, out of the ConfigMaps that hold it."""
+    texts = [text for one in manifests if one["kind"] == "ConfigMap" for text in one["data"].items()]
+    return [yaml.safe_load(text) for name, text in texts if name == "daemonset.yaml"]
 
 
 def patch(manifests: list[Manifest]) -> Manifest:

@@ -155,7 +155,8 @@ class Pod:
         root = Path(tempfile.mkdtemp(dir=self.node.folder / "roots"))
         root.chmod(0o755)
         mounts = [
-            (self._volumes[m["name"]], m["mountPath"], m.get("readOnly", False)) for m in container["volumeMounts"]
+            (self._volumes[m["name"]], m["mountPath"], m.get("readOnly", False))
+            for m in container.get("volumeMounts", ())
         ]
         script = _script(root, self.node, mounts, self._hostname, confined)
         user = [] if IS_ROOT else ["--user", "--map-root-user"]

@@ -13,7 +13,7 @@ from kvgrpc.cli.healthcheck import healthcheck
 from kvgrpc.cli.serve import serve
 from kvgrpc.config.settings import Settings
 from kvgrpc.service.health import LIVENESS, READINESS
-from tests.deploy.chart import Manifest, pod_specs
+from tests.deploy.chart import Manifest, inner, pod_specs
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -33,6 +33,7 @@ def quantity(text: object) -> float:
 
 def faults(manifests: list[Manifest]) -> list[str]:
     """Everything that is wrong, of whatever kind."""
+    manifests = [*manifests, *inner(manifests)]
     found = [*names(manifests), *selectors(manifests), *references(manifests)]
     for pod, spec in pod_specs(manifests):
         containers = [*spec.get("initContainers", []), *spec["containers"]]
@@ -48,7 +49,7 @@ def names(manifests: list[Manifest]) -> Iterator[str]:
     seen: set[tuple[str, str]] = set()
     for one in manifests:
         key = one["kind"], one["metadata"]["name"]
-        pattern = LABEL if one["kind"] in ("Service", "Pod") else SUBDOMAIN
+        pattern = LABEL if one["kind"] in ("Service", "Pod", "Job") else SUBDOMAIN
         if not pattern.fullmatch(key[1]):
             yield f"{key} is no DNS-1123 name"
         if key in seen:
@@ -64,21 +65,30 @@ def names(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def selectors(manifests: list[Manifest]) -> Iterator[str]:
-    """The DaemonSet's own, the Service's and the policy's choose the server's pods, and not those of tests."""
+    """Each chooses the pods that it is for, and no others: a DaemonSet's its own, all else the server's."""
     sets = [one for one in manifests if one["kind"] == "DaemonSet"]
-    others = [one["metadata"]["labels"] for one in manifests if one["kind"] == "Pod"]
-    chosen = [(one["kind"], one["spec"]["selector"]) for one in manifests if one["kind"] == "Service"]
+    pods: dict[str, dict[str, str]] = {}
+    servers: set[str] = set()
+    for one in manifests:
+        template = one if one["kind"] == "Pod" else one.get("spec", {}).get("template")
+        if template is not None:
+            name = f"{one['kind']} {one['metadata']['name']}"
+            pods[name] = template["metadata"]["labels"]
+            servers |= {name for c in template["spec"]["containers"] if c["name"] == "kvgrpc"}
+    chosen = [(one["kind"], one["spec"]["selector"], servers) for one in manifests if one["kind"] == "Service"]
     chosen += [
-        ("NetworkPolicy", one["spec"]["podSelector"]["matchLabels"])
+        (one["kind"], one["spec"][field]["matchLabels"], servers)
+        for kind, field in (("NetworkPolicy", "podSelector"), ("PodMonitor", "selector"))
         for one in manifests
-        if one["kind"] == "NetworkPolicy"
+        if one["kind"] == kind
     ]
-    chosen += [("DaemonSet", one["spec"]["selector"]["matchLabels"]) for one in sets]
-    for kind, selector in chosen:
-        if not any(selector.items() <= one["spec"]["template"]["metadata"]["labels"].items() for one in sets):
-            yield f"the selector of {kind} is not in the labels of the server's pods"
-        if any(selector.items() <= labels.items() for labels in others):
-            yield f"the selector of {kind} chooses the test's pod"
+    chosen += [
+        ("DaemonSet", one["spec"]["selector"]["matchLabels"], {f"DaemonSet {one['metadata']['name']}"}) for one in sets
+    ]
+    for kind, selector, wanted in chosen:
+        found = {name for name, labels in pods.items() if selector.items() <= labels.items()}
+        yield from (f"the selector of {kind} is not in the labels of {name}" for name in wanted - found)
+        yield from (f"the selector of {kind} chooses the pods of {name}" for name in found - wanted)
     ports = {
         port["name"]
         for one in sets

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,12 @@ class Release:
         self._common = ("--kubeconfig", str(cluster.kubeconfig(folder)), "--namespace", NAMESPACE)
 
     def do(self, verb: str, *arguments: str) -> str:
-        done = helm(self._version, verb, "kv", *arguments, *self._common)
+        done = self.tried(verb, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def tried(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return helm(self._version, verb, "kv", *arguments, *self._common)
 
     def is_there(self) -> set[str]:
         return self._cluster.names("secrets")

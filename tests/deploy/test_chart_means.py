@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.deploy.chart import EXAMPLES, HELMS, Manifest, of_kind, pod_specs, render, template, values
+from tests.deploy.chart import EXAMPLES, HELMS, Manifest, inner, merged, of_kind, pod_specs, render, template, values
 from tests.deploy.semantics import faults
 
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -24,15 +25,18 @@ def test_every_example_is_sound(example: Path) -> None:
 
 @pytest.mark.parametrize("release", ["a", "a.b", "kvgrpc-" + "x" * 46, "x" * 53])
 def test_any_name_of_a_release_is_sound(release: str) -> None:
-    assert faults(render(*values(**TCP), release=release)) == []
+    assert faults(render(*values(arena_persist="true", **TCP), release=release)) == []
     assert faults(render(*values(mode="sidecar"), release=release)) == []
 
 
 @every_example
-def test_no_pod_gets_a_token_and_no_two_servers_meet(example: Path) -> None:
+def test_only_an_uninstall_gets_a_token_and_no_two_servers_meet(example: Path) -> None:
     manifests = render("--values", str(example))
-    own = [spec for name, spec in pod_specs(manifests) if name != "engine"]
-    assert all(spec["automountServiceAccountToken"] is False and spec["enableServiceLinks"] is False for spec in own)
+    uninstalls = {one["metadata"]["name"] for one in manifests if one["kind"] == "Job"}
+    own = {name: spec for name, spec in pod_specs(manifests) if name != "engine"}
+    assert all(spec["automountServiceAccountToken"] is (name in uninstalls) for name, spec in own.items())
+    assert not any(one["spec"]["template"]["spec"]["automountServiceAccountToken"] for one in inner(manifests))
+    assert all(spec["enableServiceLinks"] is False for spec in own.values())
     for one in manifests:
         if one["kind"] == "DaemonSet":
             assert one["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
@@ -89,11 +93,57 @@ def test_only_the_folders_init_container_is_root() -> None:
     assert not any("initContainers" in spec for _, spec in pod_specs(render(*values(prepareFolders="false"))))
 
 
+NODES: dict[str, object] = {
+    "imagePullSecrets[0].name": "pull",
+    "priorityClassName": "high",
+    "nodeSelector.cards": "yes",
+    "tolerations[0].operator": "Exists",
+    "affinity.nodeAffinity.x": "y",
+}
+
+
+def test_an_uninstall_reaches_the_servers_nodes_and_may_no_more_than_it_needs() -> None:
+    """By the Role, users and folders; that it suffices is in test_uninstall.py."""
+    sets = {"arena_persist": "true", "user": 7, "group": 8, "prepareFolders": "false", **NODES}
+    manifests = render(*values(**sets))
+    (arena,) = inner(manifests)
+    server, job = (of_kind(manifests, kind)["spec"]["template"]["spec"] for kind in ("DaemonSet", "Job"))
+    removal = arena["spec"]["template"]["spec"]
+    for name in ("imagePullSecrets", "priorityClassName", "nodeSelector", "tolerations", "affinity"):
+        assert server[name] == removal[name] == job[name]
+    (volume,) = [one for one in server["volumes"] if one["name"] == "kvgrpc-arena"]
+    assert removal["volumes"] == [volume]
+    for spec in (removal, job):
+        for container in [*spec["initContainers"], *spec["containers"]]:
+            assert container["securityContext"] == server["containers"][0]["securityContext"]
+    assert job["serviceAccountName"] == of_kind(manifests, "ServiceAccount")["metadata"]["name"]
+    of_one, of_all = of_kind(manifests, "Role")["rules"][::-1]
+    assert of_one["resourceNames"] == ["kvgrpc", "kvgrpc-arena"] and of_all["verbs"] == ["create"]
+    assert {*of_one["resources"], *of_all["resources"]} == {"daemonsets"}
+
+
+def test_an_uninstall_waits_as_long_as_a_server_may_take_to_end() -> None:
+    job = of_kind(render(*values(arena_persist="true", drainSeconds=90)), "Job")["spec"]
+    waits = [arg for one in job["template"]["spec"]["initContainers"] for arg in one["args"] if "--timeout" in arg]
+    assert waits == ["--timeout=130s", "--timeout=120s"] and job["activeDeadlineSeconds"] == 340
+
+
+@pytest.mark.parametrize("sets", [{}, {"arena_remove": "true"}, {"mode": "sidecar"}, {"disk_size": "1Gi"}])
+def test_an_uninstall_that_has_no_file_to_remove_needs_no_rights(sets: dict[str, object]) -> None:
+    kept = {"arena_persist": "true", "arena_keepOnUninstall": "true"}
+    for manifests in (render(*values(**sets)), render(*values(**kept))):
+        assert not {one["kind"] for one in manifests} & {"Job", "Role", "RoleBinding", "ServiceAccount"}
+
+
 # ---- the checks find what they are for ------------------------------------------------------------------------------
 
 
 def _server(manifests: list[Manifest]) -> dict[str, Any]:
     return of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]["containers"][0]
+
+
+def _labels(manifests: list[Manifest]) -> dict[str, str]:
+    return of_kind(manifests, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
 
 
 BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
@@ -137,13 +187,31 @@ BROKEN: dict[str, tuple[Callable[[list[Manifest]], object], str]] = {
     ),
     "name": (lambda m: of_kind(m, "Service")["metadata"].update(name="Upper"), "no DNS-1123 name"),
     "root": (lambda m: _server(m)["securityContext"].update(runAsUser=0), "it is not confined"),
+    "a pod that is no server": (
+        lambda m: of_kind(m, "Job")["spec"]["template"]["metadata"].update(labels=_labels(m)),
+        "the selector of Service chooses the pods of Job kvgrpc-arena",
+    ),
+    "a pod of two DaemonSets": (
+        lambda m: of_kind(m, "ConfigMap", "-arena")["data"].update(
+            {
+                "daemonset.yaml": yaml.safe_dump(
+                    merged(inner(m)[0], {"spec": {"template": {"metadata": {"labels": _labels(m)}}}})
+                )
+            }
+        ),
+        "the selector of DaemonSet chooses the pods of DaemonSet kvgrpc-arena",
+    ),
+    "the Job's manifest": (
+        lambda m: of_kind(m, "ConfigMap", "-arena")["metadata"].update(name="x"),
+        "there is no ConfigMap kvgrpc-arena",
+    ),
     "key": (lambda m: of_kind(m, "ConfigMap", "-connection")["data"].clear(), "there is no key KVGRPC_ADDRESS"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_checks_find(name: str) -> None:
-    manifests = copy.deepcopy(render(*values(**TCP)))
+    manifests = copy.deepcopy(render(*values(arena_persist="true", **TCP)))
     spoil, sentence = BROKEN[name]
     spoil(manifests)
     assert any(sentence in text for text in faults(manifests)), faults(manifests)
@@ -167,6 +235,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"arena_remove": "true", "arena_persist": "true"}, "it is kept, or removed; set one of them"),
     ({"mode": "sidecar", "disk_size": "1Gi"}, "a sidecar's folders end with its pod; empty it, or set mode=daemonset"),
     ({"cards_enabled": "true", "flags_cards": "false"}, "contradict each other; set one of them"),
+    ({"arena_keepOnUninstall": "true"}, "has no effect without arena.persist; set it, or arena.keepOnUninstall=false"),
     ({"disk_hostPath": "/data/kv"}, "disk.hostPath has no effect without disk.size"),
     ({"disk_size": "1Gi", "disk_hostPath": "/var/lib"}, "disk.hostPath=/var/lib is a folder of the system"),
     ({"disk_size": "1Gi", "disk_hostPath": "/run/kvgrpc"}, "folder of arena.hostPath or disk.hostPath, too"),
@@ -238,6 +307,7 @@ NO_VALUES: list[tuple[dict[str, object], str]] = [
     ({"l1_size": "4GB"}, "size"),
     ({"l1_size": "0Gi"}, "size"),
     ({"user": 0}, "user"),
+    ({"arena_kubectlImage": ""}, "kubectlImage"),
     ({"socket_mode": '"0999"'}, "mode"),
     ({"flags_l1__size": "1GiB"}, "l1-size"),
     ({"flags_insecure": "true"}, "insecure"),

@@ -25,6 +25,7 @@ from tests.deploy.chart import (
     ROOT,
     Manifest,
     helm,
+    inner,
     of_kind,
     patch,
     patched_engine,
@@ -77,7 +78,7 @@ def test_both_majors_render_the_same_for_every_kubernetes(example: Path | None) 
 def test_what_is_rendered_is_valid(kubernetes: str, example: Path | None) -> None:
     manifests = render(*arguments(example))
     engine = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engine"}, "spec": patched_engine(manifests)}
-    for manifest in [*manifests, engine]:
+    for manifest in [*manifests, *inner(manifests), engine]:
         if manifest["kind"] in OPERATORS_KINDS:  # no kinds of Kubernetes; tests/deploy/test_monitoring.py has them
             continue
         kubernetes_validate.validate(manifest, kubernetes.removesuffix(".0"), strict=True)
@@ -101,7 +102,7 @@ def test_versions_are_the_programs() -> None:
     assert chart["appVersion"] == __version__
 
 
-@pytest.mark.parametrize("name", ["socket", "service", "sidecar", "remote", "mooncake"])
+@pytest.mark.parametrize("name", ["socket", "service", "sidecar", "remote", "mooncake", "arena-file"])
 def test_golden(name: str) -> None:
     """A render that was read by a person. After a meant change: `helm template`, as here, into the file."""
     text = rendered_text("--values", str(CHART / f"examples/{name}.yaml"), "--skip-tests")
@@ -310,7 +311,7 @@ def test_two_releases_share_no_folder_and_no_name() -> None:
         manifests = render(*values(arena_persist="true", disk_size="1Gi"), release=release)
         spec = of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"]
         paths = {volume["hostPath"]["path"] for volume in spec["volumes"]} - {"/dev/shm"}
-        return paths | {f"{one['kind']} {one['metadata']['name']}" for one in manifests}
+        return paths | {f"{one['kind']} {one['metadata']['name']}" for one in [*manifests, *inner(manifests)]}
 
     assert owned("one") & owned("two") == set()
 

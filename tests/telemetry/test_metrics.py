@@ -77,6 +77,24 @@ async def test_refused_chunks_and_evictions_have_their_reasons():
         assert evicted == 12 - server.scrape()["kvgrpc_chunks", ()]
 
 
+async def test_bytes_of_streams_are_copied_bytes_of_their_own():
+    async with watched() as server:
+        engine = await server.engine()
+        prompt, admin, moved = tokens_of(1, 2 * CHUNK), await server.admin(), 2 * engine.object_bytes
+        before = server.scrape()
+        assert (
+            outcomes(await engine.worker.write_objects(writing(engine, prompt), chunks_of(engine, 0, 2)))
+            == ["STORED"] * 2
+        )
+        await engine.worker.write_objects(writing(engine, prompt), chunks_of(engine, 0, 2))  # resident: not copied
+        asked = (engine.engine_id, (await engine.lookup(prompt)).job_id, Reader(0, 0), TokenRange(0, 2 * CHUNK))
+        found, _ = await engine.worker.read_objects(ReadChunksRequest(*asked))
+        assert sum(map(len, found.values())) == moved
+        assert server.moved(before, "kvgrpc_copied_bytes_total") == {"write": moved, "read": moved}
+        counters = (await admin.get_status()).counters
+        assert (counters["write_chunks_bytes"], counters["read_chunks_bytes"]) == (moved, moved)
+
+
 async def every_call(server: Watched) -> None:
     """One of each RPC that succeeds."""
     engine = await server.engine()

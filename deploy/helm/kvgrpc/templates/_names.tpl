@@ -52,6 +52,33 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- .Values.disk.hostPath | default (printf "/var/lib/%s" (include "kvgrpc.fullname" .)) -}}
 {{- end -}}
 
+{{- define "kvgrpc.hostPathType" -}}
+{{- ternary "DirectoryOrCreate" "Directory" .Values.prepareFolders -}}
+{{- end -}}
+
+{{/* Which nodes may run a pod, and how it gets onto them: the same for all that belong to a server. */}}
+{{- define "kvgrpc.placement" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* The socket in every container: the server's, an engine's, a test's. */}}
 {{- define "kvgrpc.socketFolder" -}}/run/kvgrpc{{- end -}}
 {{- define "kvgrpc.socketPath" -}}{{ include "kvgrpc.socketFolder" . }}/kvgrpc.sock{{- end -}}

@@ -79,6 +79,9 @@
 {{- if and $v.arena.persist $v.arena.remove -}}
 {{- fail "arena.persist and arena.remove exclude each other: it is kept, or removed; set one of them" -}}
 {{- end -}}
+{{- if and $v.arena.keepOnUninstall (not $v.arena.persist) -}}
+{{- fail "arena.keepOnUninstall has no effect without arena.persist; set it, or arena.keepOnUninstall=false" -}}
+{{- end -}}
 {{- if $v.l1.hugePages -}}
 {{- if $v.arena.persist -}}
 {{- fail "l1.hugePages and arena.persist exclude each other, as --huge-pages and --arena-path do; set one of them" -}}
