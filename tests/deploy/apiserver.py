@@ -92,6 +92,7 @@ class Cluster:
             old = self.objects.get(key)
             if old is not None and old["metadata"]["uid"] == uid and "deletionTimestamp" in old["metadata"]:
                 self.remove(key)
+            self.changed.notify_all()
 
     def close(self) -> None:
         with self.changed:

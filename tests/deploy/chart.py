@@ -26,7 +26,7 @@ Manifest = dict[str, Any]
 def helm(version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     assert HELMS[version].exists(), "the chart's tests need helm: make helm"
     command = [str(HELMS[version]), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def template(*arguments: str, version: str = NEWEST, release: str = RELEASE) -> subprocess.CompletedProcess[str]:

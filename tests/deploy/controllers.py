@@ -15,17 +15,19 @@ from tests.deploy.apiserver import Cluster, Key, Object
 from tests.deploy.chart import KUBECTL
 from tests.deploy.node import Node, Pod, Running
 
-WAIT_S = 60
+WAIT_S = 180
+ARENA_FILES = ("l1", "l1.index", "l1.lock", "l1.versions")
 
 
 class Controllers:
     """``story``: (DaemonSet, node, what its pod did there), in order. ``said``: what the containers of Jobs wrote.
 
+    ``serve``: whether servers run; else a process that waits, and has left the files of an arena, stands for each.
     ``pulls``: whether images of Jobs can be had. ``down``: nodes whose pods do not end when they are told to. With
     either, ``patience_s`` takes the place of each time that a Job's commands wait.
     """
 
-    def __init__(self, cluster: Cluster, nodes: list[Node]) -> None:
+    def __init__(self, cluster: Cluster, nodes: list[Node], serve: bool) -> None:
         self.pulls = True
         self.down: set[int] = set()
         self.patience_s: int | None = None
@@ -33,6 +35,7 @@ class Controllers:
         self.said = ""
         self._cluster = cluster
         self._nodes = nodes
+        self._serve = serve
         self._pods: dict[str, list[Running]] = {}
         self._begun: dict[str, tuple[Key, Future[None]]] = {}
         self._ending: set[str] = set()
@@ -100,6 +103,10 @@ class Controllers:
             pod = Pod(node, f"{uid}-{number}", spec)
             pod.prepare()
             (container,) = spec["containers"]
+            if container["name"] == "kvgrpc" and not self._serve:
+                container = {**container, "command": ["sleep", "infinity"], "args": []}
+                del container["startupProbe"]
+                assert pod.run(container, ["touch", *(f"/arena/{name}" for name in ARENA_FILES)]).returncode == 0
             running = self._stack.enter_context(pod.started(container))
             if "startupProbe" in container:
                 running.wait_started()
@@ -154,8 +161,8 @@ class Controllers:
 
 
 @contextmanager
-def controllers(cluster: Cluster, nodes: list[Node]) -> Iterator[Controllers]:
-    played = Controllers(cluster, nodes)
+def controllers(cluster: Cluster, nodes: list[Node], serve: bool) -> Iterator[Controllers]:
+    played = Controllers(cluster, nodes, serve)
     thread = threading.Thread(target=played.run)
     thread.start()
     try:

@@ -36,7 +36,7 @@ SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "
 IS_ROOT = os.geteuid() == 0
 IMAGE_USER = 65532
 """And group, of the chart's defaults; 0 in the namespace of a user who is not root."""
-COMMAND_S = 60
+COMMAND_S = 120
 
 
 class Node:

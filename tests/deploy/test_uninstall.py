@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an uninstall leaves on the nodes: with ``arena.persist`` a hook ends the servers and removes their files there;
-played with both majors of helm, the real kubectl, and real servers on two nodes."""
+played with both majors of helm and the real kubectl on two nodes, once with real servers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import yaml
 
 from tests.deploy.apiserver import Cluster, api_server
 from tests.deploy.chart import CHART, HELMS, KUBECTL, NAMESPACE, Manifest, of_kind, render, values
-from tests.deploy.controllers import Controllers, controllers
+from tests.deploy.controllers import ARENA_FILES, Controllers, controllers
 from tests.deploy.node import Node, node
 from tests.deploy.test_chart_lives import UNCHECKED, Release
 
 SERVER, ARENA = "kv-kvgrpc", "kv-kvgrpc-arena"
 SMALL = {"arena_persist": "true", "l1_size": "64Mi"}
-FILES = {"l1", "l1.index", "l1.lock", "l1.versions"}
+FILES = set(ARENA_FILES)
 OTHERS = "somebody's"
 ENDED = [(SERVER, 0, "has ended"), (SERVER, 1, "has ended")]
 REMOVED = [(ARENA, number, what) for what, number in product(("begins", "has ended"), (0, 1))]
@@ -43,9 +43,9 @@ class World:
 
 
 @contextmanager
-def installed(version: str, folder: Path, **sets: object) -> Iterator[World]:
-    """A release whose servers run on two nodes, with somebody's file beside each arena."""
-    with api_server() as cluster, node([]) as one, node([]) as two, controllers(cluster, [one, two]) as played:
+def installed(version: str, folder: Path, serve: bool = False, **sets: object) -> Iterator[World]:
+    """A release on two nodes, with somebody's file beside each arena. ``serve``: with real servers."""
+    with api_server() as cluster, node([]) as one, node([]) as two, controllers(cluster, [one, two], serve) as played:
         release = Release(version, cluster, folder)
         release.do("install", str(CHART), UNCHECKED, *values(**SMALL, **sets))
         played.wait(lambda: played.available(SERVER))
@@ -59,7 +59,7 @@ def installed(version: str, folder: Path, **sets: object) -> Iterator[World]:
 
 @both_majors
 def test_an_uninstall_ends_the_servers_and_then_removes_their_files_on_each_node(version: str, tmp_path: Path) -> None:
-    with installed(version, tmp_path) as world:
+    with installed(version, tmp_path, serve=True) as world:
         world.release.do("uninstall")
         assert world.cluster.names() == set(), world.played.said
         assert world.files() == [{OTHERS}, {OTHERS}]
