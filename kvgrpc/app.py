@@ -122,8 +122,11 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
     what a tier needs is not installed."""
     found: list[Tier] = []
     guard = GuardSettings(deadline_s=settings.tier_deadline_ms / 1000)
+    beside_disk = None if settings.disk_path is None else settings.disk_path / "versions.json"
+    beside_arena = None if settings.arena_path is None else arena_versions(settings.arena_path)
+    kept = KeptVersions(shared_versions(settings), beside_disk, beside_arena)
     if settings.disk_path is not None and settings.disk_size is not None:
-        disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct)
+        disk = DiskTier(settings.disk_path, settings.disk_size, direct=settings.disk_direct, admit=kept.check_disk)
         disk.start()
         found.append(disk)
     if settings.mooncake_master is not None:
@@ -143,9 +146,6 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
         with extra("--object-store-url", "obstore", "objectstore"):
             from kvgrpc.tiers.objectstore import ObjectStoreTier
         found.append(ObjectStoreTier(settings.object_store_url, guard.deadline_s, plain_http=plain_http()))
-    beside_disk = None if settings.disk_path is None else settings.disk_path / "versions.json"
-    beside_arena = None if settings.arena_path is None else arena_versions(settings.arena_path)
-    kept = KeptVersions(shared_versions(settings), beside_disk, beside_arena)
     return {tier.name: Guarded(tier, guard) for tier in found}, kept
 
 

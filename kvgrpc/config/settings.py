@@ -135,7 +135,7 @@ class Settings(BaseSettings):
 
     # lower tiers
     disk_path: Path | None = _doc(
-        None, "folder for objects below L1; servers may share it; default: none, no disk tier"
+        None, "folder for objects below L1, which must be there; servers may share it; default: none, no disk tier"
     )
     disk_size: Size | None = _doc(None, "most bytes of this server's files there; needed with --disk-path")
     disk_direct: bool = _doc(True, "read and write those files past the page cache, where that is possible")

@@ -29,7 +29,7 @@ class Chunk:
 
     ``ready`` and ``writing`` are bit sets of KV ranks. ``pins`` counts leases and running reads, ``writes`` slots being
     filled, stores that still run and writes to lower tiers, ``holds`` retention and operator pins; it may be evicted
-    when all three are zero. ``kept``: see ``kvgrpc.core.writes``.
+    when all three are zero. ``complete``: all ranks are ready. ``kept``, ``offered_ns``: see ``kvgrpc.core.writes``.
     """
 
     key: bytes
@@ -43,10 +43,10 @@ class Chunk:
     ready: int = 0
     ready_bytes: int = 0
     complete: bool = False
-    """All ranks of the space are ready."""
     pins: int = 0
     holds: int = 0
     kept: int = 0
+    offered_ns: int = 0
 
     @property
     def in_use(self) -> bool:

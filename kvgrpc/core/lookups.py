@@ -75,7 +75,7 @@ class Lookups:
             self._index.pin(found)
             self._leases.grant(lease, found)
         self._index.eviction.use(hit.in_order(), command.policy.priority)
-        self._prefetcher.writes.used(found)
+        self._prefetcher.writes.used(now, found)
         self._jobs.add(job, now)
         counters["hit_tokens"] += count * limits.chunk_tokens
         wait_ns = limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - count) * limits.chunk_tokens

@@ -121,7 +121,7 @@ class StorePlan(PartPlan):
         copied = report.completed
         done = 0 if partial else copied
         known = STORED if self._desk.index.commit_objects(chunks[:done], self._kv_rank) else CLEARED
-        self._desk.writes.stored(chunks[:done], self._kv_rank)
+        self._desk.writes.stored(now, chunks[:done], self._kv_rank)
         for at in places[:done]:
             self.outcomes[at - self.first] = known
         if copied >= len(places):

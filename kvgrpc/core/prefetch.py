@@ -211,7 +211,7 @@ class Prefetcher:
         committed = False
         if read.jobs and ok:
             committed = self._index.commit_objects((read.chunk,), read.kv_rank)
-            self.writes.has(read.chunk, read.kv_rank, read.tier)
+            self.writes.has(now, read.chunk, read.kv_rank, read.tier)
         elif read.jobs:
             self._index.abort_object(read.chunk, read.kv_rank)
         counter = "prefetched_objects" if committed else "failed_reads" if read.jobs else "cancelled_reads"

@@ -5,6 +5,9 @@ An object that is to be written waits in a bounded queue for each tier, where no
 cleared meanwhile it is not written. While it is written its chunk is in use, as by a store: it is not evicted, and what
 a Clear takes away stays DOOMED until the write is reported. So a tier that is slow costs the objects that do not get
 their turn, and one that fails gets one object at a time until one succeeds; stores and lookups never wait.
+
+Tiers do not tell what they drop. So it is believed for ten minutes that they have what they were given; a use after
+that forgets it, and the chunk is offered anew, as its policy says. A tier that still has it is only asked.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import Chunk, Index, Space
 from kvgrpc.core.keys import describe, object_name, part_of
 from kvgrpc.core.ledger import Ledger
+from kvgrpc.core.limits import S
 from kvgrpc.core.records import Records
 from kvgrpc.core.slots import Slot
 from kvgrpc.core.states import FREE
 from kvgrpc.core.types import ObjectName, WriteObject, WritePolicy
 
+BELIEVED_NS = 600 * S
 _AHEAD_MOST = 1024
 """Chunks that are looked at, from the next victim on, for some that were not written yet."""
 
@@ -50,7 +55,8 @@ class Lane:
 
 
 class WriteBehind:
-    """Says what is written when. A chunk's ``kept`` has a bit for each tier and KV rank: it has the object, or will."""
+    """Says what is written when. A chunk's ``kept`` has a bit for each tier and KV rank: it has the object, or will, as
+    was last said at ``offered_ns``."""
 
     def __init__(self, ledger: Ledger, index: Index, records: Records, tiers: tuple[str, ...]) -> None:
         self._ledger = ledger
@@ -79,28 +85,43 @@ class WriteBehind:
 
     # ---- what happens -----------------------------------------------------------------------------------------------
 
-    def stored(self, chunks: Sequence[Chunk], kv_rank: int) -> None:
+    def stored(self, now: int, chunks: Sequence[Chunk], kv_rank: int) -> None:
         """A store has filled these objects of one table."""
         self._records.ready(chunks, kv_rank)
         if self.lanes and chunks and chunks[0].table.live:
             policy = self._policy(chunks[0].table.space)
             if policy is WritePolicy.THROUGH:
-                self._offer(chunks, 1 << kv_rank)
+                self._offer(now, chunks, 1 << kv_rank)
             elif policy is WritePolicy.EVICTION:
-                self._write_ahead()
+                self._write_ahead(now)
             self._launch()
 
-    def used(self, chunks: Sequence[Chunk]) -> None:
+    def used(self, now: int, chunks: Sequence[Chunk]) -> None:
         """A lookup has found these chunks of one table."""
-        if self.lanes and chunks and self._policy(chunks[0].table.space) is WritePolicy.SECOND_USE:
+        if not self.lanes or not chunks:
+            return
+        policy, wanted = self._policy(chunks[0].table.space), self._forgotten(now, chunks)
+        if policy is WritePolicy.SECOND_USE:
             full = (1 << chunks[0].table.space.facts.identity.kv_world_size * len(self.lanes)) - 1
-            if wanted := [chunk for chunk in chunks if chunk.kept != full]:
-                self._offer(wanted, -1)
-                self._launch()
+            wanted = [chunk for chunk in chunks if chunk.kept != full]
+        if wanted and policy in (WritePolicy.THROUGH, WritePolicy.SECOND_USE):
+            self._offer(now, wanted, -1)
+            self._launch()
 
-    def has(self, chunk: Chunk, kv_rank: int, tier: str) -> None:
+    def _forgotten(self, now: int, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Those that nothing is believed of any more. While others wait to be written they are believed on: what is new
+        goes first, and nothing is queued twice."""
+        if any(lane.queue for lane in self.lanes):
+            return []
+        old = [chunk for chunk in chunks if now - chunk.offered_ns >= BELIEVED_NS and not chunk.writes]
+        for chunk in old:
+            chunk.kept = 0
+        return old
+
+    def has(self, now: int, chunk: Chunk, kv_rank: int, tier: str) -> None:
         """The tier has the object: it has just come from there."""
         self._records.ready((chunk,), kv_rank)
+        chunk.offered_ns = now
         for lane in self.lanes:
             if lane.tier == tier:
                 chunk.kept |= self._bit(lane, kv_rank)
@@ -129,7 +150,7 @@ class WriteBehind:
         chunk.kept &= ~self._bit(lane, kv_rank)
         self._ledger.counters["skipped_writes"] += 1
 
-    def _offer(self, chunks: Iterable[Chunk], ranks: int) -> None:
+    def _offer(self, now: int, chunks: Iterable[Chunk], ranks: int) -> None:
         """Queues those ready objects of these KV ranks that a tier does not have."""
         most = self._ledger.limits.writes_queued
         for chunk in chunks:
@@ -147,9 +168,10 @@ class WriteBehind:
                         self._ledger.counters["skipped_writes"] += 1
                         continue
                     chunk.kept |= bit
+                    chunk.offered_ns = now
                     lane.queue.append((chunk, rank))
 
-    def _write_ahead(self) -> None:
+    def _write_ahead(self, now: int) -> None:
         """When memory becomes short, what is next to be evicted is written before it is."""
         slots = self._index.slots
         ahead = slots.total_bytes * self._ledger.limits.write_ahead_share - slots.bytes_by_state[FREE]
@@ -159,7 +181,7 @@ class WriteBehind:
                 break
             ahead -= chunk.ready_bytes
             if self._policy(chunk.table.space) is WritePolicy.EVICTION:
-                self._offer((chunk,), -1)
+                self._offer(now, (chunk,), -1)
 
     def _launch(self) -> None:
         """Orders as many writes as may be under way."""

@@ -30,7 +30,7 @@ class DriverAdmin:
     async def get_status(self) -> api.ServerStatus:
         driver = self._driver
         counts = driver.book.counts()
-        tiers = [await self._tier_status(name, tier) for name, tier in driver.hands.tiers.items()]
+        tiers = await asyncio.gather(*(self._tier_status(name, tier) for name, tier in driver.hands.tiers.items()))
         return api.ServerStatus(
             server_version=driver.facts.server_version,
             server_epoch=driver.facts.server_epoch,
@@ -58,16 +58,16 @@ class DriverAdmin:
         )
 
     async def _tier_status(self, name: str, tier: Tier) -> api.TierStatus:
-        """A tier that cannot say how much it holds is shown as unhealthy; it must not take the status away."""
+        """A tier that does not say how much it holds is shown as unhealthy; it must not take the status away."""
         below = self._driver.below
-        used_bytes, healthy = 0, tier.healthy
+        used_bytes, healthy, counters = 0, tier.healthy, dict(tier.counters)
         try:
             used_bytes = await asyncio.wait_for(tier.usage(), TIER_ANSWER_S)
         except (TierFault, asyncio.TimeoutError):
-            healthy = False
+            healthy, counters = False, {**counters, "silent": 1}
         writes, queued = below.writes(name)
         reads = below.reads_in_flight(name)
-        return api.TierStatus(name, healthy, used_bytes, reads, writes, queued, dict(tier.counters))
+        return api.TierStatus(name, healthy, used_bytes, reads, writes, queued, counters)
 
     async def list_engines(self) -> tuple[api.EngineStatus, ...]:
         return tuple(
@@ -139,10 +139,9 @@ class DriverAdmin:
         names = [name.name for _, name in found.objects]
         ranks: list[dict[str, int]] = [{} for _ in keys]
         silent: list[str] = []
-        for tier_name, tier in driver.hands.tiers.items():
-            try:
-                present = await asyncio.wait_for(tier.exists(names), TIER_INSPECT_S)
-            except (TierFault, asyncio.TimeoutError):
+        answers = await asyncio.gather(*(_present(tier, names) for tier in driver.hands.tiers.values()))
+        for tier_name, present in zip(driver.hands.tiers, answers, strict=True):
+            if present is None:
                 silent.append(tier_name)
                 continue
             for (at, _), is_there in zip(found.objects, present, strict=True):
@@ -184,3 +183,11 @@ class DriverAdmin:
                 return False
             await driver.wait_pulse(left_s)
         return True
+
+
+async def _present(tier: Tier, names: Sequence[str]) -> list[bool] | None:
+    """Which of the objects the tier has; None if it does not say in time."""
+    try:
+        return await asyncio.wait_for(tier.exists(names), TIER_INSPECT_S)
+    except (TierFault, asyncio.TimeoutError):
+        return None

@@ -12,10 +12,10 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -37,14 +37,24 @@ WRITE_THREADS = 4
 class DiskTier:
     """Keeps at most ``limit_bytes`` in files under ``directory``; ``direct`` False: always through the page cache.
 
-    ``start`` begins to open the directory; as long as that fails, every call tries again. Reads work while the folder
-    is still being scanned, writes wait for it.
+    ``start`` begins to open the directory, which must be there; as long as that fails, every call tries again.
+    ``admit`` blocks, and raises OSError while the directory must not be used. Reads work while the folder is still
+    being scanned, writes wait for it.
 
     Threads: one event loop; files are read and written by threads of its own.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, *, direct: bool = True, name: str = "disk") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        *,
+        direct: bool = True,
+        name: str = "disk",
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
         self._name = name
+        self._admit = admit
         self._directory = directory
         self._limit_bytes = limit_bytes
         self._direct = direct
@@ -58,10 +68,10 @@ class DiskTier:
         was taken away. They are found no more until they are written anew, so that other tiers are asked."""
         self._others: list[Path] = []
         self._others_until_s = 0.0
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Slot] | None = None
         self._claiming = asyncio.Lock()
         self._scanned = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._numbers = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvgrpc-disk-read")
@@ -86,10 +96,11 @@ class DiskTier:
         """Opens the directory in the background."""
         self._spawn(self._first_open())
 
-    def _spawn(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _first_open(self) -> None:
         try:
@@ -98,21 +109,33 @@ class DiskTier:
             log.warning("the disk tier cannot be opened yet", directory=str(self._directory), reason=fault.message)
 
     async def _open(self) -> Slot:
-        """The slot, claimed now if need be. Raises TierFault (IO)."""
+        """The slot, claimed now if need be; whoever asks may be cancelled, that goes on. Raises TierFault (IO)."""
         if self._slot is not None:
             return self._slot
-        async with self._opening:
-            if self._slot is None:
-                slot, why_not = await self._run(self._writers, self._claim)
-                if why_not:
-                    self._direct = False
-                    sentence = "no direct I/O here, files go through the page cache"
-                    log.warning(sentence, directory=str(self._directory), reason=why_not)
-                self._slot = slot
-                self._spawn(self._scan(slot))
-            return self._slot
+        if self._opening is None or self._opening.done():
+            self._opening = self._spawn(self._claim_slot())
+            self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._opening)
+
+    async def _claim_slot(self) -> Slot:
+        claiming = self._writers.submit(self._claim)
+        try:
+            slot, why_not = await asyncio.wrap_future(claiming)
+        except OSError as error:
+            raise _fault(error) from error
+        except asyncio.CancelledError:
+            claiming.add_done_callback(_give_back)
+            raise
+        if why_not:
+            self._direct = False
+            sentence = "no direct I/O here, files go through the page cache"
+            log.warning(sentence, directory=str(self._directory), reason=why_not)
+        self._slot = slot
+        self._spawn(self._scan(slot))
+        return slot
 
     def _claim(self) -> tuple[Slot, str]:
+        self._admit()
         slot = claim(self._directory)
         try:
             return slot, can_direct(slot.aside) if self._direct else ""
@@ -328,6 +351,11 @@ class DiskTier:
 def _fault(error: OSError) -> TierFault:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return TierFault(FaultReason.FULL if full else FaultReason.IO, error.strerror or str(error))
+
+
+def _give_back(done: Future[tuple[Slot, str]]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        done.result()[0].close()
 
 
 def _unlink_all(paths: Sequence[Path]) -> None:

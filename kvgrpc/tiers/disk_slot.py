@@ -66,8 +66,8 @@ class Slot:
 
 
 def claim(directory: Path) -> Slot:
-    """Takes the first folder that nobody holds. Raises OSError."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Takes the first folder that nobody holds. The directory must be there: one that is made where a file system is
+    to be mounted would hide what was cleared. Raises OSError."""
     for number in range(SLOTS_MOST):
         folder = directory / f"slot-{number:03}"
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 from xxhash import xxh3_128_hexdigest
 
 from kvgrpc.core.types import NO_VERSIONS, Versions
+from kvgrpc.core.versions import version_of
 
 log = structlog.get_logger(__name__)
 
@@ -82,11 +83,13 @@ def encode(versions: Versions) -> bytes:
 
 def merged(there: Versions, before: Versions, after: Versions) -> Versions:
     """What is there, with what one server changed; all of that when ``first`` has changed, since that concerns what
-    nobody names."""
+    nobody names. An identity's change is one of its spaces, also of those that only others know."""
     if after.first != before.first:
         return after
-    bases, spaces = dict(there.bases), dict(there.spaces)
-    for base in {base for base, _ in before.bases.items() ^ after.bases.items()}:
+    moved = {base for base, _ in before.bases.items() ^ after.bases.items()}
+    bases = dict(there.bases)
+    spaces = {digest: at for digest, at in there.spaces.items() if at[0] not in moved or digest in after.spaces}
+    for base in moved:
         bases.pop(base, None)
         if base in after.bases:
             bases[base] = after.bases[base]
@@ -101,19 +104,39 @@ def begin(path: Path) -> Versions:
     """What a server begins with. Where the last state is not to be had, a version that nobody ever used: then nothing
     old is found, but nothing stale either."""
     try:
-        try:
-            versions, lost = load(path), any(path.parent.glob("slot-*"))
-        except UnreadableVersionsError as error:
-            log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
-            versions, lost = None, True
-        if versions is None:
-            versions = unused() if lost else NO_VERSIONS
-            with _locked(path):
-                _write(path, versions)
+        return begin_there(path)
     except OSError as error:
         log.warning("versions of spaces cannot be read; nothing older will be found", reason=str(error))
-        versions = unused()
+        return unused()
+
+
+def begin_there(path: Path, new: Versions = NO_VERSIONS) -> Versions:
+    """What lies there; where that is lost, a version that nobody ever used, and ``new`` where nothing ever was. Raises
+    OSError."""
+    versions, lost = _last(path)
+    if versions is None:
+        with _locked(path):
+            versions, lost = _last(path)  # another server may have been quicker
+            if versions is None:
+                versions = unused() if lost else new
+                _write(path, versions)
     return versions
+
+
+def _last(path: Path) -> tuple[Versions | None, bool]:
+    """What was saved last, or whether something was."""
+    try:
+        return load(path), any(path.parent.glob("slot-*"))
+    except UnreadableVersionsError as error:
+        log.error("versions of spaces are lost; nothing older will be found", reason=str(error))
+        return None, True
+
+
+def same(one: Versions, other: Versions) -> bool:
+    """Whether every space has one version in both."""
+    spaces = [(base, digest) for both in (one, other) for digest, (base, _) in both.spaces.items()]
+    names = [*spaces, *((base, b"") for base in {*one.bases, *other.bases})]
+    return one.first == other.first and all(version_of(one, *name) == version_of(other, *name) for name in names)
 
 
 def new_step() -> int:
@@ -162,8 +185,8 @@ def _write(path: Path, versions: Versions) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None, None, None]:
-    """Raises OSError, BlockingIOError where another server does not let go."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The folder is not made: one that is not mounted is away, not new. Raises OSError, BlockingIOError where another
+    server does not let go."""
     fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         for attempt in Retrying(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from kvgrpc.core.types import Versions
+from kvgrpc.core.types import NO_VERSIONS, Versions
 from kvgrpc.tiers import version_file
 
 log = structlog.get_logger(__name__)
@@ -39,30 +40,69 @@ class VersionPlace(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeptVersions:
     """Where versions of spaces outlive the server: in a place that servers share, in a file beside the disk tier, in
-    one beside a named arena. The first of them that there is says what is in force."""
+    one beside a named arena. The first of them that there is says what is in force.
+
+    Threads: one call at a time, but for ``check_disk``.
+    """
 
     shared: VersionPlace | None
     beside_disk: Path | None
     beside_arena: Path | None
+    _away: tuple[Versions, Versions] | None = None
+    """While the disk's file could not be read yet: what the server began with, and what is in force by now."""
+    _old: bool = False
+    """With that, old objects may be found."""
 
     @property
     def outlive(self) -> bool:
-        return self != KeptVersions(None, None, None)
+        return (self.shared, self.beside_disk, self.beside_arena) != (None, None, None)
 
     def begin(self) -> Versions:
         """What a server begins with."""
-        return begin_both(self.shared, self.beside_disk or self.beside_arena)
+        if self.shared is not None or self.beside_disk is None:
+            return begin_both(self.shared, self.beside_disk or self.beside_arena)
+        left = _beside(self.beside_arena)
+        try:
+            return version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
+        except OSError as error:
+            sentence = "nothing older will be found" if left is None else "those beside the arena are used"
+            log.warning(f"versions of spaces cannot be read; {sentence}", reason=str(error))
+        began, self._old = left or version_file.unused(), left is not None
+        self._away = (began, began)
+        return began
+
+    def check_disk(self) -> None:
+        """Before the disk tier is opened. What was cleared while it was away is written there, too. Blocks. Raises
+        OSError: others have cleared there what this server, which began with what lies beside its arena, would find."""
+        if self._away is None:
+            return
+        assert self.beside_disk is not None
+        began, now = self._away
+        version_file.begin_there(self.beside_disk, began)
+        if now != began:
+            version_file.save(self.beside_disk, began, now)
+        if self._old and not version_file.same(version_file.begin_there(self.beside_disk), now):
+            raise OSError(errno.ESTALE, "others have cleared what lies there; it is found again after the next start")
+        self._away = None
 
     def save(self, before: Versions, after: Versions) -> None:
-        """Keeps what has changed, durably, wherever versions are kept. Raises OSError."""
-        if self.shared is not None:
-            save_at(self.shared, before, after)
-        for path in (self.beside_disk, self.beside_arena):
-            if path is not None:
-                version_file.save(path, before, after)
+        """Keeps what has changed, durably, wherever versions are kept, also if that fails at one place. Raises OSError:
+        the first of those."""
+        failed: list[OSError] = []
+        if self._away is not None:
+            self._away = (self._away[0], after)
+        places = [partial(save_at, self.shared)] if self.shared is not None else []
+        paths = [path for path in (self.beside_disk, self.beside_arena) if path is not None]
+        for save in (*places, *(partial(version_file.save, path) for path in paths)):
+            try:
+                save(before, after)
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
 
 def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:

@@ -8,6 +8,7 @@ import pytest
 from kvgrpc.core import types as t
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.keys import object_name
+from kvgrpc.core.writes import BELIEVED_NS
 from tests.core.desk import CHUNK, OBJECT, Desk, EngineDesk
 
 LIMITS = t.CoreLimits(pin_share=1.0, prefetch_share=1.0, write_share=1.0)
@@ -178,6 +179,77 @@ def test_no_copy_where_none_is_wanted_and_models_may_differ():
     desk.book.set_write_policy(model, t.WritePolicy.THROUGH)
     e.store("b", 1)
     assert ordered(desk) == names(e, "b", 1)
+
+
+def test_a_use_offers_again_what_was_offered_long_ago():
+    """A tier does not tell what it drops. It is asked for an object once in ten minutes of use, not at each lookup."""
+    desk, e = tiered(tiers=("disk", "store"))
+    e.store("a", 3)
+    desk.end_writes()
+    for _ in range(3):
+        e.free(e.lookup("a", 3))
+    desk.pass_time(BELIEVED_NS - 1)
+    e.free(e.lookup("a", 3))
+    assert desk.writes == {}, "it is believed until then"
+    desk.pass_time(1)
+    e.free(e.lookup("a", 2))
+    again = [(write.tier, write.object.name) for write in desk.writes.values()]
+    head, second = names(e, "a", 2)
+    assert again == [("disk", head), ("disk", second), ("store", head), ("store", second)]
+    desk.end_writes()
+    e.free(e.lookup("a", 2))
+    assert desk.writes == {}, "and from then on"
+
+
+def test_what_found_no_turn_gets_one_at_a_later_use():
+    desk, e = tiered(writes_queued=2, writes_in_flight=1)
+    desk.pass_time(BELIEVED_NS)
+    e.store("a", 5)
+    desk.end_writes()
+    assert ordered(desk) == [] and len(desk.written) == 2
+    e.free(e.lookup("a", 5))
+    desk.end_writes()
+    e.free(e.lookup("a", 5))
+    desk.end_writes()
+    assert [write.object.name for write in desk.written] == names(e, "a", 5)
+
+
+def test_what_waits_or_is_being_written_is_not_offered_twice():
+    desk, e = tiered(writes_in_flight=1)
+    e.store("a", 3)
+    desk.pass_time(BELIEVED_NS)
+    e.free(e.lookup("a", 3))
+    desk.end_write()
+    desk.end_write()
+    assert len(desk.writes) == 1, "nothing waits, the last one is under way"
+    e.free(e.lookup("a", 3))
+    desk.end_writes()
+    assert sorted(write.object.name for write in desk.written) == sorted([*names(e, "a", 3), *names(e, "a", 2)])
+
+
+@pytest.mark.parametrize("policy", ["eviction", "none"])
+def test_a_use_writes_nothing_where_that_is_not_wanted(policy: str):
+    desk, e = tiered(chunks=16, policy=policy)
+    e.store("a", 8)
+    desk.pass_time(BELIEVED_NS)
+    e.free(e.lookup("a", 8))
+    assert desk.writes == {}
+
+
+def test_what_goes_next_is_written_again_if_it_was_used_long_after_it_was_written():
+    desk, e = tiered(chunks=16, policy="eviction", write_ahead_share=0.25)
+    e.store("a", 8)
+    e.store("b", 6)
+    desk.end_writes()
+    assert [write.object.name for write in desk.written] == names(e, "a", 8)[:5:-1]
+    desk.pass_time(BELIEVED_NS)
+    e.free(e.lookup("a", 8))
+    e.store("b", 7)
+    desk.end_writes()
+    e.free(e.lookup("b", 7))
+    e.store("c", 1)
+    desk.end_writes()
+    assert [write.object.name for write in desk.written].count(names(e, "a", 8)[7]) == 2
 
 
 def test_on_eviction_what_goes_next_is_written_while_there_is_time():

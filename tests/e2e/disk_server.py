@@ -46,6 +46,7 @@ class DiskServer:
     def __init__(self, folder: Path, name: str = "s", *, disk: Path | None = None, disk_size: str = "1GiB") -> None:
         self.socket = folder / name
         self.disk = disk or folder / "disk"
+        self.disk.mkdir(exist_ok=True)
         self.flags = ["--disk-path", str(self.disk), "--disk-size", disk_size, "--page-size", "64KiB"]
         self.flags += ["--prefetch-wait-ms", "10000"]  # a busy machine
         self.log_file = folder / f"{name}.log"

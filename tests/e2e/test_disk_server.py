@@ -281,6 +281,7 @@ def test_a_directory_that_goes_away_and_comes_back(server: DiskServer) -> None:
 
 
 def test_a_directory_that_is_not_there_at_start(server: DiskServer) -> None:
+    server.disk.rmdir()
     server.disk.write_text("in the way")
     server.start()
     with engine(server.address) as one:
@@ -288,6 +289,7 @@ def test_a_directory_that_is_not_there_at_start(server: DiskServer) -> None:
         assert one.load(1) == CHUNKS
         assert not server.tier().healthy
         server.disk.unlink()
+        server.disk.mkdir()
 
         def written() -> bool:
             one.store(int(time.monotonic() * 1000))

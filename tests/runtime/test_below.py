@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a server that has lower tiers."""
+"""A driver and its lower tiers: what they are asked, and the end."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvgrpc.core.types import ObjectName, WritePolicy
+from kvgrpc.core.writes import BELIEVED_NS
+from kvgrpc.runtime import admin
+from kvgrpc.tiers.faulty import FaultyTier
 from kvgrpc.tiers.memory import MemoryTier
-from tests.e2e.harness import BLOCK, CHUNK, local_server, outcomes, tokens_of
+from tests.e2e.harness import BLOCK, CHUNK, loaded_chunks, local_server, outcomes, tokens_of, until
 
 
 class TellingTier(MemoryTier):
@@ -39,3 +43,72 @@ async def test_a_flush_that_begins_when_the_last_write_has_ended_but_is_not_repo
         await flushing
         assert server.driver.below.writes(tier.name) == (0, 0)
         assert server.book.counters["written_objects"] == 1
+
+
+async def test_what_a_tier_has_dropped_is_written_again_when_it_is_used(tmp_path: Path) -> None:
+    """L1 holds it, so nobody reads it below; without its copy it would be lost when L1 needs the room."""
+    ahead_ns, tier = 0, MemoryTier()
+    chunks, source, target = 4, list(range(0, 64, 2)), list(range(129, 193, 2))
+    tokens, blocks = tokens_of(1, chunks * CHUNK), chunks * CHUNK // BLOCK
+
+    async with local_server(
+        tmp_path, tier=tier, writes=WritePolicy.THROUGH, clock=lambda: time.monotonic_ns() + ahead_ns
+    ) as server:
+        engine = await server.engine()
+        assert outcomes(await engine.store(tokens, source[:blocks])) == ["STORED"] * chunks
+        await until(lambda: len(tier.names) == chunks)
+        dropped = tier.names
+        for name in dropped:
+            await tier.remove(name)
+        assert await engine.hits(tokens) == chunks
+        await until(lambda: server.driver.below.writes(tier.name) == (0, 0))
+        assert tier.names == frozenset(), "nobody asks at every lookup"
+
+        ahead_ns = BELIEVED_NS
+        assert await engine.hits(tokens) == chunks
+        await until(lambda: tier.names == dropped)
+        writes = tier.writes
+        ahead_ns += BELIEVED_NS
+        assert await engine.hits(tokens) == chunks
+        await until(lambda: server.driver.below.writes(tier.name) == (0, 0))
+        assert tier.writes == writes, "what is there is asked for, and not written"
+
+        assert server.book.index.evict(1 << 30, chunks) == chunks
+        answer = await engine.lookup(tokens, prefetch_wait_ms=10_000)
+        status = await engine.scheduler.query(engine.engine_id, answer.job_id, 10_000)
+        assert status.hit_tokens == chunks * CHUNK and status.hit_chunks_by_tier == {tier.name: chunks}
+        loaded = await engine.retrieve(answer, target[:blocks])
+        assert loaded_chunks(loaded) == list(range(chunks))
+        assert engine.image.wrong_tokens(target[:blocks]) == [] and engine.image.untouched(target[:blocks])
+
+
+async def test_tiers_that_do_not_answer_are_asked_at_once(tmp_path: Path) -> None:
+    """Status and inspection take as long as the slowest tier is given, whatever the others do."""
+    tier = MemoryTier("quick")
+    async with local_server(tmp_path, tier=tier, writes=WritePolicy.THROUGH) as server:
+        engine, operator = await server.engine(), await server.admin()
+        await engine.store(tokens_of(1, CHUNK), range(CHUNK // BLOCK))
+        await until(lambda: len(tier.names) == 1)
+        slow = [FaultyTier(MemoryTier(f"slow{number}")) for number in range(5)]
+        for one in slow:
+            one.hang()
+        tiers = server.driver.hands.tiers
+        tiers.clear()
+        tiers |= {one.name: one for one in (*slow[:3], tier, *slow[3:])}
+        began_s = time.monotonic()
+        status = await operator.get_status()
+        took_s = time.monotonic() - began_s
+        assert admin.TIER_ANSWER_S <= took_s < 2 * admin.TIER_ANSWER_S
+        said = {one.name: (one.healthy, one.used_bytes > 0, one.counters.get("silent", 0)) for one in status.tiers}
+        assert [one.name for one in status.tiers] == list(tiers)
+        assert said.pop("quick") == (True, True, 0)
+        assert set(said.values()) == {(False, False, 1)}
+
+        began_s = time.monotonic()
+        found = await operator.inspect(engine.space, tokens_of(1, CHUNK))
+        took_s = time.monotonic() - began_s
+        assert admin.TIER_INSPECT_S <= took_s < 1.5 * admin.TIER_INSPECT_S
+        assert set(found.silent_tiers) == {one.name for one in slow}
+        assert found.tier_ranks == ({"quick": 1},)
+        for one in slow:
+            one.resume()

@@ -28,8 +28,14 @@ LIMIT = 1 << 30
 SIZE = 100_000
 
 
+def made(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir()
+
+
 @asynccontextmanager
 async def opened(folder: Path, limit_bytes: int = LIMIT, direct: bool = True) -> AsyncIterator[DiskTier]:
+    await asyncio.to_thread(made, folder)
     tier = DiskTier(folder, limit_bytes, direct=direct)
     tier.start()
     try:
@@ -307,16 +313,22 @@ async def test_a_directory_that_cannot_be_had_yet(tmp_path: Path) -> None:
             await write(tier, "a", SIZE)
         assert not tier.healthy
         (tmp_path / "d").unlink()
+        with pytest.raises(TierFault, match="No such file"):
+            await write(tier, "a", SIZE)
+        assert not (tmp_path / "d").exists(), "a file system may be missing there"
+        (tmp_path / "d").mkdir()
         a = await write(tier, "a", SIZE)
         assert await read(tier, a) == data("a", SIZE)
 
 
-async def test_a_directory_that_is_taken_away_is_made_again(tmp_path: Path) -> None:
+async def test_a_directory_that_is_taken_away_is_used_again_when_it_is_there(tmp_path: Path) -> None:
     async with opened(tmp_path / "d") as tier:
         a = await write(tier, "a", SIZE)
         (tmp_path / "d").rename(tmp_path / "elsewhere")
-        with pytest.raises(TierFault):
-            await write(tier, "b", SIZE)
+        for _ in range(2):
+            with pytest.raises(TierFault):
+                await write(tier, "b", SIZE)
+        (tmp_path / "d").mkdir()
         b = await write(tier, "b", SIZE)
         assert await read(tier, b) == data("b", SIZE)
         assert await fault_of(tier, a) is FaultReason.MISSING

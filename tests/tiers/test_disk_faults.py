@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from kvgrpc.tiers import disk_files
+from kvgrpc.tiers import disk, disk_files
 from kvgrpc.tiers.base import FaultReason
+from kvgrpc.tiers.disk import DiskTier
 from kvgrpc.tiers.disk_files import file_bytes
+from kvgrpc.tiers.disk_slot import claim
 from tests.tiers.conformance import data, fault_of, read, write
-from tests.tiers.test_disk import SIZE, aligned, files, object_name, opened, path_of
+from tests.tiers.test_disk import LIMIT, SIZE, aligned, files, object_name, opened, path_of
 
 
 async def test_a_file_system_that_cannot_allocate_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +51,28 @@ async def test_what_cannot_be_read_is_left_to_other_tiers_until_it_is_written_an
         assert await tier.exists([a.name]) == [True]
         assert await read(tier, a) == data("a", SIZE)
         assert await tier.usage() == 2 * file_bytes(SIZE)
+
+
+async def test_whoever_gives_up_while_the_directory_is_opened_takes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow mount: each status that was not waited for kept a folder's lock, and the next took another folder."""
+    slow = threading.Event()
+    monkeypatch.setattr(disk, "claim", lambda directory: slow.wait(20) and claim(directory))
+    async with opened(tmp_path / "d") as tier:
+        for _ in range(3):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(tier.usage(), 0.05)
+        slow.set()
+        await write(tier, "a", SIZE)
+        assert [path.name for path in (tmp_path / "d").iterdir()] == ["slot-000"]
+    slow.clear()
+    tier = DiskTier(tmp_path / "d", LIMIT)
+    tier.start()
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(tier.close())
+    await asyncio.sleep(0)
+    slow.set()
+    await closing
+    async with opened(tmp_path / "d") as tier:
+        assert await tier.usage() == file_bytes(SIZE), "the folder was given back"

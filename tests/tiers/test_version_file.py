@@ -20,6 +20,7 @@ BEFORE, AFTER = Versions(7), Versions(8)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    (tmp_path / "d").mkdir()
     return tmp_path / "d" / "versions"
 
 

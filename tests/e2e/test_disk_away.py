@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that starts while its disk's folder is not there: not mounted, most likely."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from kvgrpc import api
+from kvgrpc.client import Client
+from kvgrpc.core.errors import Reason, Refusal
+from tests.e2e.arena_server import ArenaServer
+from tests.e2e.disk_server import CHUNKS, DiskEngine, DiskServer, engine
+from tests.served import wait_until
+
+
+def away(server: DiskServer) -> Path:
+    aside = server.disk.with_name("elsewhere")
+    server.disk.rename(aside)
+    return aside
+
+
+def wait_open(server: DiskServer, one: DiskEngine) -> None:
+    wait_until(lambda: one.load(99) == 0 and server.tier().healthy, 30)
+
+
+def test_what_was_cleared_meanwhile_does_not_come_back_with_it(tmp_path: Path) -> None:
+    with contextlib.closing(DiskServer(tmp_path)) as server:
+        server.start()
+        with engine(server.address) as one, Client(server.address, "operator") as operator:
+            assert one.store(1) == ["STORED"] * CHUNKS
+            server.wait_written(CHUNKS)
+            server.kill()
+            aside = away(server)
+            server.start()
+            one.wait_back()
+            assert one.store(2) == ["STORED"] * CHUNKS
+            assert one.load(2) == CHUNKS, "it serves without"
+            with pytest.raises(Refusal) as refused:
+                operator.clear(api.ClearTarget(all=True))
+            assert refused.value.reason is Reason.STATE_UNSAVED
+            assert (one.load(1), one.load(2)) == (0, 0)
+            assert not server.disk.exists()
+            aside.rename(server.disk)
+            wait_open(server, one)
+            others = iter(range(100, 1000))
+            wait_until(lambda: one.store(next(others)) and server.counter("written_objects") > 0, 30)
+            server.wait_quiet()
+            assert one.store(3) == ["STORED"] * CHUNKS
+            server.wait_quiet()
+            server.kill()
+            server.start()
+            one.wait_back()
+            assert (one.load(1), one.load(2), one.load(3)) == (0, 0, CHUNKS)
+
+
+@pytest.mark.parametrize("in_the_way", [False, True], ids=["not there", "a file in the way"])
+def test_the_named_arena_is_served_without_it_and_the_disk_when_it_is_back(tmp_path: Path, in_the_way: bool) -> None:
+    with contextlib.closing(ArenaServer(tmp_path, disk=True)) as server:
+        server.start()
+        with engine(server.address) as one:
+            assert [one.store(prompt) for prompt in (1, 2)] == [["STORED"] * CHUNKS] * 2
+            server.wait_written(2 * CHUNKS)
+            assert server.terminate() == 0
+            aside = away(server)
+            if in_the_way:
+                server.disk.write_text("no folder")
+            server.start()
+            one.wait_back()
+            assert server.wait_checked().restored_objects == 2 * CHUNKS
+            assert (one.load(1), one.load(2)) == (CHUNKS, CHUNKS)
+            assert not server.tier().healthy
+            if in_the_way:
+                server.disk.unlink()
+            aside.rename(server.disk)
+            wait_open(server, one)
+            assert server.terminate() == 0
+            server.arena.unlink()
+            server.start()
+            one.wait_back()
+            assert (one.load(1), one.load(2)) == (CHUNKS, CHUNKS), "from the disk"
+            assert server.tier().counters["reads"] == 2 * CHUNKS

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions beside a disk's folder and beside an arena: what a server begins with, and what it finds when the folder was
+away at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvgrpc.core.types import NO_VERSIONS, Versions
+from kvgrpc.core.versions import version_of
+from kvgrpc.tiers.version_file import keep, load, save
+from kvgrpc.tiers.versions import KeptVersions
+
+BASE, SPACE, OTHER = b"b" * 16, b"s" * 32, b"o" * 32
+OLD = Versions(7, {BASE: (0, 8)}, {SPACE: (BASE, 9)})
+CLEARED = Versions(7, {BASE: (0, 8)}, {SPACE: (BASE, 10)})
+
+
+class Server:
+    """The folders of one, of which the disk's may be away."""
+
+    def __init__(self, folder: Path) -> None:
+        self.disk, self.aside, arena = folder / "disk", folder / "elsewhere", folder / "arena.versions"
+        self.disk.mkdir()
+        self.beside_disk, self.beside_arena = self.disk / "versions.json", arena
+
+    def start(self, *, arena: bool = True) -> KeptVersions:
+        return KeptVersions(None, self.beside_disk, self.beside_arena if arena else None)
+
+    def take_away(self) -> None:
+        self.disk.rename(self.aside)
+
+    def bring_back(self) -> None:
+        self.aside.rename(self.disk)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    server = Server(tmp_path)
+    for path in (server.beside_disk, server.beside_arena):
+        keep(path, OLD)
+    return server
+
+
+def test_a_folder_that_is_away_costs_no_arena(server: Server) -> None:
+    server.take_away()
+    kept = server.start()
+    assert kept.begin() == OLD
+    with pytest.raises(OSError, match="No such file"):
+        kept.check_disk()
+    assert not server.disk.exists(), "it may be about to be mounted"
+    server.bring_back()
+    kept.check_disk()
+    assert load(server.beside_disk) == OLD
+
+
+def test_a_new_folder_costs_no_arena(server: Server) -> None:
+    server.beside_disk.unlink()
+    kept = server.start()
+    assert kept.begin() == OLD == load(server.beside_disk)
+    kept.check_disk()
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_what_was_cleared_while_it_was_away_is_written_there_when_it_is_back(server: Server, arena: bool) -> None:
+    server.take_away()
+    kept = server.start(arena=arena)
+    began = kept.begin()
+    assert arena or began.first not in (0, OLD.first)
+    after = Versions(began.first, began.bases, {**began.spaces, SPACE: (BASE, 1000)})
+    with pytest.raises(OSError, match="No such file"):
+        kept.save(began, after)
+    assert not arena or load(server.beside_arena) == after, "the other place has it all the same"
+    server.bring_back()
+    kept.check_disk()
+    there = server.start(arena=arena).begin()
+    assert version_of(there, BASE, SPACE) == 1000
+    assert version_of(there, BASE, OTHER) == version_of(OLD, BASE, OTHER), "and nothing else is lost"
+
+
+def test_what_others_cleared_there_is_not_found(server: Server) -> None:
+    """It was cleared by a server that this one did not hear of: neither ran while the other did."""
+    save(server.beside_disk, OLD, CLEARED)
+    server.take_away()
+    kept = server.start()
+    assert kept.begin() == OLD
+    server.bring_back()
+    for _ in range(2):
+        with pytest.raises(OSError, match="others have cleared"):
+            kept.check_disk()
+    assert server.start().begin() == CLEARED
+
+
+def test_without_an_arena_nothing_old_is_found_and_all_of_it_at_the_next_start(server: Server) -> None:
+    server.take_away()
+    kept = server.start(arena=False)
+    assert kept.begin().first not in (0, OLD.first)
+    server.bring_back()
+    kept.check_disk()
+    assert server.start(arena=False).begin() == OLD
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"x")], ids=["gone", "damaged"])
+def test_a_folder_whose_versions_are_lost_is_not_that_of_the_arena(
+    server: Server, damage: Callable[[Path], object]
+) -> None:
+    (server.disk / "slot-000").mkdir()
+    damage(server.beside_disk)
+    assert server.start().begin().first not in (0, OLD.first)
+
+
+def test_new_weights_reach_spaces_that_only_others_know(server: Server) -> None:
+    """A server that began without the folder announces them: a space that was cleared earlier had a version of its own
+    there, and kept it."""
+    server.take_away()
+    kept = server.start(arena=False)
+    began = kept.begin()
+    server.bring_back()
+    kept.check_disk()
+    kept.save(began, Versions(began.first, {BASE: (1, 5000)}))
+    there = server.start(arena=False).begin()
+    assert version_of(there, BASE, SPACE) == version_of(there, BASE, OTHER) == 5000
+
+
+def test_first_use(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    assert server.start().begin() == NO_VERSIONS
+    server.start().save(NO_VERSIONS, CLEARED)
+    assert load(server.beside_disk) is not None
