@@ -954,7 +954,7 @@ class ObjectForm(_message.Message):
     OBJECT_BYTES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     groups: _builtins.int
-    """Bit g is set when it holds group g. Groups that need the same (ALL tokens, or the same window, docs/protocol.md) are one object."""
+    """Bit g is set when it holds group g. Groups that need the same (all tokens, or the same window: docs/protocol.md) are one object."""
     object_bytes: _builtins.int
     """Its length; at least 1."""
     order: _builtins.str
