@@ -27,6 +27,7 @@ from kvgrpc.core.types import (
     FreeCommand,
     Held,
     LookupAnswer,
+    ObjectForm,
     Policy,
     PrefetchStatus,
     Quota,
@@ -282,16 +283,17 @@ class StoreRequest:
 @dataclass(frozen=True, slots=True)
 class WriteChunksRequest:
     """What is stored by a stream of parts: the chunks of ``range`` (None = all of the content), each of
-    ``object_bytes``, whose runs are in ``order``."""
+    ``object_bytes``, whose runs are in ``order``; of a model of which a group is not FULL the ``objects`` say so."""
 
     engine_id: str
     space: SpaceRef
     content: Content
-    object_bytes: int
-    order: str
+    object_bytes: int = 0
+    order: str = ""
     kv_rank: int = 0
     range: TokenRange | None = None
     policy: Policy = DEFAULT_POLICY
+    objects: tuple[ObjectForm, ...] = ()
 
 
 RetrieveRequest = RetrieveCommand

@@ -47,18 +47,21 @@ class WatchEvent:
 
 @dataclass(frozen=True, slots=True)
 class ReadChunksRequest:
-    """Which chunks' objects to read, under a job; ``range`` is aligned to chunks."""
+    """Which chunks' objects to read, under a job; ``range`` is aligned to chunks. ``by_groups``: who asks knows that a
+    chunk may have several objects; without it, models of which a group is not FULL are refused."""
 
     engine_id: str
     job_id: bytes
     reader: Reader
     range: TokenRange
+    by_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
     """Bytes of an object from ``offset`` on; ``object_bytes`` is its length, ``checksum`` the CRC-32 of ``data``.
-    The first part of what is read says in which ``order`` the object's runs are."""
+    The first part of what is read says in which ``order`` the object's runs are. ``groups`` (bits) are those that the
+    object holds, 0 if it holds all."""
 
     chunk: int
     offset: int
@@ -66,6 +69,7 @@ class ChunkPart:
     checksum: int
     data: bytes
     order: str = ""
+    groups: int = 0
 
 
 ReadChunksAnswer = ChunkPart | tuple[ChunkResult, ...]

@@ -19,7 +19,7 @@ BUILD_OUTPUT = {"build", "dist", "__pycache__"}
 MODULE_LINES = 400
 FUNCTION_LINES = 70
 CONSTRUCTOR_PARAMETERS = 6
-CORE_CODE_LINES = 4120  # docs/adr/0021 to 0024, 0028, 0029, 0031
+CORE_CODE_LINES = 4270  # docs/adr/0021 to 0024, 0028, 0029, 0031, 0034
 
 CORE_IMPORTS = {
     "__future__",

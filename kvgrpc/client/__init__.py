@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         EngineStatus,
         Held,
         LookupAnswer,
+        ObjectForm,
         Policy,
         PrefetchStatus,
         Priority,
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
     )
     from kvgrpc.operators import CallKind, Inspection, RestartStatus, TracedCall, TracedCalls
     from kvgrpc.streams import ChunkPart, ReadChunksRequest, WatchEvent, WatchKind, WatchRequest
-    from kvgrpc.transfer.layout import object_order, stored_form
+    from kvgrpc.transfer.layout import object_forms, object_order, stored_form
 
 import_module(f"{__name__}.fork")  # for its effect, which must come before gRPC
 
@@ -116,12 +117,12 @@ _NAMES = {
     "kvgrpc.core.inspection": "InspectedChunk Keeper",
     "kvgrpc.core.types": (
         "ArenaStatus ChunkOutcome ChunkResult Cleared ClientStatus Ended EngineStatus Held LookupAnswer NULL_BLOCK "
-        "Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange Warmed "
-        "WritePolicy"
+        "ObjectForm Policy PrefetchStatus Priority Quota Reader Role SpaceIdentity SpaceRef SpaceStatus TokenRange "
+        "Warmed WritePolicy"
     ),
     "kvgrpc.operators": "CallKind Inspection RestartStatus TracedCall TracedCalls",
     "kvgrpc.streams": "ChunkPart ReadChunksRequest WatchEvent WatchKind WatchRequest",
-    "kvgrpc.transfer.layout": "object_order stored_form",
+    "kvgrpc.transfer.layout": "object_forms object_order stored_form",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -169,6 +170,7 @@ __all__ = [
     "LookupResult",
     "Memory",
     "NotShareableError",
+    "ObjectForm",
     "ParallelStrategy",
     "Policy",
     "PrefetchStatus",
@@ -213,6 +215,7 @@ __all__ = [
     "default_credentials",
     "kv_groups",
     "kv_layout",
+    "object_forms",
     "object_order",
     "parse_address",
     "register_kv_caches",

@@ -11,8 +11,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -34,7 +33,6 @@ from kvgrpc.core.types import (
     Quota,
     Role,
     SpaceRef,
-    TokenRange,
     Warmed,
     WritePolicy,
 )
@@ -61,28 +59,6 @@ class _Method(Protocol[Request, Response]):
 def new_client_id(role: str) -> str:
     """A name that no other process has: unlike a process id, which repeats from container to container."""
     return f"{role}-{secrets.token_hex(12)}"
-
-
-def check_content(content: object) -> None:
-    """TypeError for what no server could be asked about."""
-    if not isinstance(content, api.Content):
-        raise TypeError(f"content is {type(content).__name__}; send Tokens or Hashes")
-
-
-def check_blocks(blocks: Sequence[object]) -> None:
-    """TypeError for ids that are not one sequence a KV group."""
-    if any(isinstance(ids, Integral) for ids in blocks):
-        raise TypeError("blocks is one list of block ids for each KV group: [[3, 1, 2]], not [3, 1, 2]")
-
-
-def check_range(tokens: TokenRange | None) -> None:
-    """TypeError for what is no range; ValueError for a reversed one: no result could be about its chunks."""
-    if tokens is None:
-        return
-    if not isinstance(tokens, TokenRange):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"range is {type(tokens).__name__}; send a TokenRange")
-    if tokens.end < tokens.start:
-        raise ValueError(f"the range [{tokens.start}, {tokens.end}) is reversed")
 
 
 def refusal_from_error(error: grpc.aio.AioRpcError) -> Exception:
@@ -218,8 +194,18 @@ class AioClient:
     async def read_objects(
         self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
     ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
-        """The objects of the chunks that were there, by chunk index, and the results; all of them in memory."""
-        return await objects.collected(self.read_chunks(request, timeout_s=timeout_s))
+        """The objects of the chunks that were there, by chunk index, and the results; all of them in memory. Of models
+        of which a group is not FULL: ``read_groups``."""
+        found, results = await objects.collected(self.read_chunks(request, timeout_s=timeout_s), by_groups=False)
+        return {chunk: of_groups[0] for chunk, of_groups in found.items()}, results
+
+    async def read_groups(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> tuple[dict[int, dict[int, bytes]], tuple[ChunkResult, ...]]:
+        """As ``read_objects``, of any model: what the hit needs of each chunk, by the groups (bits) that an object
+        holds; 0 is the only object where all groups are FULL."""
+        answers = self.read_chunks(replace(request, by_groups=True), timeout_s=timeout_s)
+        return await objects.collected(answers, by_groups=True)
 
     async def write_chunks(
         self, request: api.WriteChunksRequest, parts: AsyncIterator[api.ChunkPart], *, timeout_s: float | None = None
@@ -243,7 +229,15 @@ class AioClient:
         self, request: api.WriteChunksRequest, found: Mapping[int, bytes], *, timeout_s: float | None = None
     ) -> tuple[ChunkResult, ...]:
         """Stores objects by chunk index: one for each chunk of the range, in memory as ``read_objects`` gives them."""
-        return await self.write_chunks(request, objects.parts_of(found), timeout_s=timeout_s)
+        return await self.write_groups(request, objects.alone(found), timeout_s=timeout_s)
+
+    async def write_groups(
+        self, request: api.WriteChunksRequest, found: objects.Grouped, *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        """As ``write_objects``, of any model: objects as ``read_groups`` gives them. ValueError for one whose groups
+        are in none of ``request.objects``."""
+        parts = objects.parts_of(found, request.objects)
+        return await self.write_chunks(request, parts, timeout_s=timeout_s)
 
     async def watch(self, request: api.WatchRequest) -> AsyncGenerator[api.WatchEvent, None]:
         """Without a deadline; ends when this watcher is lost, or with the server."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from asyncio import InvalidStateError
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -41,19 +41,34 @@ async def send(stream: Any, begin: pb.WriteChunksRequest, parts: AsyncIterator[a
         await stream.done_writing()
 
 
-async def parts_of(found: Mapping[int, bytes]) -> AsyncIterator[api.ChunkPart]:
-    """The objects in order of their chunks, cut as WriteChunks wants them."""
+Grouped = Mapping[int, Mapping[int, bytes]]
+"""Objects by chunk index, and by the groups (bits) that they hold."""
+
+
+def alone(found: Mapping[int, bytes]) -> Grouped:
+    """Of chunks that have one object each."""
+    return {chunk: {0: whole} for chunk, whole in found.items()}
+
+
+async def parts_of(found: Grouped, forms: Sequence[api.ObjectForm] = ()) -> AsyncIterator[api.ChunkPart]:
+    """The objects in order of their chunks and forms, cut as WriteChunks wants them. ValueError for one whose groups
+    are no form's."""
+    order = [form.groups for form in forms] or [0]
     for chunk in sorted(found):
-        whole = found[chunk]
-        for offset in range(0, len(whole), MIB):
-            data = whole[offset : offset + MIB]
-            yield api.ChunkPart(chunk, offset, len(whole), zlib.crc32(data), data)
+        if strange := found[chunk].keys() - order:
+            raise ValueError(f"chunk {chunk} has objects of the groups (bits) {sorted(strange)}; named are {order}")
+        for groups in (one for one in order if one in found[chunk]):
+            whole = found[chunk][groups]
+            for offset in range(0, len(whole), MIB):
+                data = whole[offset : offset + MIB]
+                yield api.ChunkPart(chunk, offset, len(whole), zlib.crc32(data), data, groups=groups)
 
 
 async def checked(messages: AsyncIterator[pb.ReadChunksResponse]) -> AsyncGenerator[api.ReadChunksAnswer, None]:
     """The answers, whose parts follow each other and fit their checksums. Raises Refusal (INTERNAL) for others, and for
     a stream without its last message."""
     last: api.ChunkPart | None = None
+    seen = 0  # groups of the last part's chunk
     async for message in messages:
         answer = decode_read_response(message)
         whole = last is None or last.offset + len(last.data) == last.object_bytes
@@ -63,6 +78,12 @@ async def checked(messages: AsyncIterator[pb.ReadChunksResponse]) -> AsyncGenera
             yield answer
             return
         _check(answer, last, whole)
+        if whole:
+            if last is None or answer.chunk > last.chunk:
+                seen = 0
+            elif not answer.groups or not seen or answer.groups & seen:
+                raise _damaged(f"has two objects of the same groups of chunk {answer.chunk}")
+            seen |= answer.groups
         last = answer
         yield answer
     raise _damaged("ended without its results")
@@ -71,10 +92,10 @@ async def checked(messages: AsyncIterator[pb.ReadChunksResponse]) -> AsyncGenera
 def _check(part: api.ChunkPart, last: api.ChunkPart | None, whole: bool) -> None:
     end = part.offset + len(part.data)
     if whole or last is None:
-        in_order = part.offset == 0 and (last is None or part.chunk > last.chunk)
+        in_order = part.offset == 0 and (last is None or part.chunk >= last.chunk)
     else:
-        before = (last.chunk, last.offset + len(last.data), last.object_bytes)
-        in_order = (part.chunk, part.offset, part.object_bytes) == before
+        before = (last.chunk, last.groups, last.offset + len(last.data), last.object_bytes)
+        in_order = (part.chunk, part.groups, part.offset, part.object_bytes) == before
     if not in_order or not part.data or end > part.object_bytes:
         raise _damaged(f"has a part out of its place, of chunk {part.chunk}")
     if zlib.crc32(part.data) != part.checksum:
@@ -86,23 +107,27 @@ def _damaged(what: str) -> Refusal:
 
 
 async def collected(
-    answers: AsyncGenerator[api.ReadChunksAnswer, None],
-) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
-    """Whole objects by chunk index, and the results."""
-    parts: dict[int, list[bytes]] = {}
+    answers: AsyncGenerator[api.ReadChunksAnswer, None], *, by_groups: bool
+) -> tuple[dict[int, dict[int, bytes]], tuple[ChunkResult, ...]]:
+    """Whole objects of the chunks that are LOADED, by chunk index and groups (bits), and the results. Unless asked
+    for ``by_groups`` each such chunk has one object, of groups 0."""
+    parts: dict[int, dict[int, list[bytes]]] = {}
     results: tuple[ChunkResult, ...] = ()
     async with aclosing(answers):
         async for answer in answers:
             if isinstance(answer, api.ChunkPart):
-                parts.setdefault(answer.chunk, []).append(answer.data)
+                parts.setdefault(answer.chunk, {}).setdefault(answer.groups, []).append(answer.data)
             else:
                 results = answer
-    loaded = [
-        chunk
-        for result in results
-        if result.outcome is ChunkOutcome.LOADED
-        for chunk in range(result.first_chunk, result.first_chunk + result.count)
-    ]
-    if sorted(parts) != loaded:
+    found: dict[int, dict[int, bytes]] = {}
+    for result in results:
+        for chunk in range(result.first_chunk, result.first_chunk + result.count):
+            came, loaded = parts.pop(chunk, {}), result.outcome is ChunkOutcome.LOADED
+            unsaid = came and result.outcome not in (ChunkOutcome.LOADED, ChunkOutcome.TORN)
+            if sum(came) != result.groups or unsaid or (loaded and not by_groups and [*came] != [0]):
+                raise _damaged(f"has other objects of chunk {chunk} than its results say")
+            if loaded:
+                found[chunk] = {groups: b"".join(whole) for groups, whole in came.items()}
+    if parts:
         raise _damaged("has other chunks than its results say")
-    return {chunk: b"".join(parts[chunk]) for chunk in loaded}, results
+    return found, results

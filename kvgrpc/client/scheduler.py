@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from kvgrpc import api
 from kvgrpc.breaker import Breaker, BreakerSettings, Permit
-from kvgrpc.client.aio import AioClient, check_content, new_client_id
+from kvgrpc.client.aio import AioClient, new_client_id
 from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.checks import check_content
 from kvgrpc.client.lookups import LookupBounds, LookupResult, Lookups, Query, Terms
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session

@@ -10,6 +10,7 @@ from kvgrpc import api
 from kvgrpc.client.aio import DEFAULT_OPTIONS, AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.loop import LoopThread
+from kvgrpc.client.objects import Grouped
 from kvgrpc.core.types import (
     ChunkResult,
     Cleared,
@@ -111,10 +112,20 @@ class Client:
     ) -> tuple[dict[int, bytes], tuple[ChunkResult, ...]]:
         return self._loop.run(self._aio.read_objects(request, timeout_s=timeout_s))
 
+    def read_groups(
+        self, request: api.ReadChunksRequest, *, timeout_s: float | None = None
+    ) -> tuple[dict[int, dict[int, bytes]], tuple[ChunkResult, ...]]:
+        return self._loop.run(self._aio.read_groups(request, timeout_s=timeout_s))
+
     def write_objects(
         self, request: api.WriteChunksRequest, found: Mapping[int, bytes], *, timeout_s: float | None = None
     ) -> tuple[ChunkResult, ...]:
         return self._loop.run(self._aio.write_objects(request, found, timeout_s=timeout_s))
+
+    def write_groups(
+        self, request: api.WriteChunksRequest, found: Grouped, *, timeout_s: float | None = None
+    ) -> tuple[ChunkResult, ...]:
+        return self._loop.run(self._aio.write_groups(request, found, timeout_s=timeout_s))
 
     def watch(self, request: api.WatchRequest) -> Generator[api.WatchEvent, None, None]:
         """``next`` waits for events; closing the iterator ends the stream."""

@@ -11,8 +11,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from kvgrpc import api
-from kvgrpc.client.aio import AioClient, check_blocks, check_content, check_range, new_client_id
+from kvgrpc.client.aio import AioClient, new_client_id
 from kvgrpc.client.channel import ChannelOptions
+from kvgrpc.client.checks import check_blocks, check_content, check_range
 from kvgrpc.client.copies import Copies, Copy, CopyFuture, Ready, Results
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session

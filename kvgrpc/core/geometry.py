@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 NULL_BLOCK = 0xFFFFFFFF
 """Stands in a list of block ids for a block that the engine does not have."""
+MAX_GROUPS = 64
+MAX_NEEDS = 8
+"""Bound of how many different things groups may need of a prefix: each is looked up for each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,36 @@ class Need:
 ALL = Need()
 
 
+def by_need(needs: Sequence[Need]) -> dict[Need, tuple[int, ...]]:
+    """The groups of each need, that of everything first, then as they come: one part of a chunk each."""
+    in_order = sorted(dict.fromkeys(needs), key=lambda need: need != ALL)
+    return {need: tuple(at for at, one in enumerate(needs) if one == need) for need in in_order}
+
+
+def needs_of(stored_form: str, chunk_tokens: int) -> list[Need]:
+    """What each group of a stored form (docs/protocol.md) needs. ValueError when that does not say so."""
+    needs: list[Need] = []
+    for form in stored_form.split("+"):
+        match form.split(":"):
+            case [("opaque" | "token-major"), _, *_]:
+                needs.append(ALL)
+            case [("sliding-window" | "chunked-local") as kind, window, *_]:
+                needs.append(Need(_count(window, (1 << 32) - 1), aligned=kind == "chunked-local"))
+            case ["recurrent", "opaque", *_, block_size]:
+                needs.append(Need(_count(block_size, chunk_tokens)))
+            case _:
+                raise ValueError(form)
+    if len(needs) > MAX_GROUPS or len(set(needs)) > MAX_NEEDS:
+        raise ValueError(f"{len(needs)} groups with {len(set(needs))} needs")
+    return needs
+
+
+def _count(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= most):
+        raise ValueError(text)
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
     """Paging of one KV group: ``block_bytes`` is what one block of all its layers and planes holds.
@@ -60,6 +94,15 @@ class PartForm(NamedTuple):
     order: str
 
 
+class ObjectForm(NamedTuple):
+    """What one object of each chunk is, to whoever has it as bytes: a bit for each of its ``groups`` (0: all, where
+    each needs everything), its length, and the order of its runs."""
+
+    groups: int
+    object_bytes: int
+    order: str
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The groups of equal need, whose bytes of a chunk are one object: the chunk's last ``blocks[i]`` blocks of group
@@ -77,6 +120,11 @@ class Part:
         """Equal for all that may share objects of it."""
         return PartForm(self.need, self.object_bytes, self.order)
 
+    @property
+    def group_bits(self) -> int:
+        """Bit g stands for group g."""
+        return sum(1 << group for group in self.groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -85,10 +133,9 @@ class Geometry:
     groups: tuple[GroupGeometry, ...]
 
     def parts(self, chunk_tokens: int) -> tuple[Part, ...]:
-        """One for each need, that of everything first, then as the groups come."""
+        """One for each need."""
         parts: list[Part] = []
-        for need in sorted(dict.fromkeys(group.need for group in self.groups), key=lambda need: need != ALL):
-            places = tuple(at for at, group in enumerate(self.groups) if group.need == need)
+        for need, places in by_need([group.need for group in self.groups]).items():
             groups = [self.groups[at] for at in places]
             blocks = tuple(need.tail(group.block_size, chunk_tokens) for group in groups)
             size = sum(count * group.block_bytes for count, group in zip(blocks, groups, strict=True))

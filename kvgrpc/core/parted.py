@@ -148,14 +148,14 @@ def retrieve_plan(desk: Desk, client: Client, command: t.RetrieveCommand, job: J
 
 def touch(desk: Desk, table: Table, keys: Sequence[bytes], first_key: int, priority: t.Priority) -> None:
     """A prefix was used; ``keys`` are those from chunk ``first_key`` on."""
-    needs = table.space.facts.needs
-    end = first_key + len(keys)
-    firsts = [need.first(end, desk.ledger.limits.chunk_tokens) for need in needs]
-    of_part = [part_keys(keys, part) for part in range(len(needs))]
-    in_order = [
-        of_part[part][at] for at in range(len(keys)) for part, first in enumerate(firsts) if at + first_key >= first
-    ]
-    desk.index.use(table, in_order, priority)
+    needs, end = table.space.facts.needs, first_key + len(keys)
+    if needs != WHOLE:
+        placed: list[tuple[int, int, bytes]] = []
+        for part, need in enumerate(needs):
+            start = max(need.first(end, desk.ledger.limits.chunk_tokens) - first_key, 0)
+            placed += [(at, part, key) for at, key in enumerate(part_keys(keys[start:], part), start)]
+        keys = [key for *_, key in sorted(placed)]
+    desk.index.use(table, keys, priority)
 
 
 class PartedPlan(Plan):
@@ -225,9 +225,7 @@ class PartedPlan(Plan):
     def _of(self, at: int) -> list[tuple[Known, int]]:
         """What became of each part of a chunk that the call is about, and its groups."""
         outcomes = [
-            (plan.outcomes[at - plan.first], sum(1 << group for group in plan.of.groups))
-            for plan in self.plans
-            if plan.first <= at < plan.end
+            (plan.outcomes[at - plan.first], plan.of.group_bits) for plan in self.plans if plan.first <= at < plan.end
         ]
         return [(known, groups) for known, groups in outcomes if known is not None]
 

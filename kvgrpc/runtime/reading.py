@@ -26,7 +26,7 @@ INLINE_BYTES = 64 << 10
 
 
 class Reads:
-    """The streams of a driver, at most ``most``: each holds one part and pins one chunk."""
+    """The streams of a driver, at most ``most``: each holds one part and pins one object."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -40,7 +40,7 @@ class Reads:
             text = f"{self._most} streams of chunks are open already; try again later, or raise --chunk-streams"
             raise Refusal(Reason.CALL_LIMIT, text, retry_after_ms=1000, resource="chunk streams")
         where = (asked.engine_id, asked.job_id, asked.reader, asked.range)
-        reading = readings.begin(driver.book, client_id, *where)
+        reading = readings.begin(driver.book, client_id, *where, by_groups=asked.by_groups)
         self.running += 1
         try:
             while (slot := reading.open_next()) is not None:
@@ -49,7 +49,7 @@ class Reads:
                     data = b"".join([driver.hands.arena.view(*piece) for piece in pieces])
                     checksum, order = await checksum_of(driver, data), "" if offset else reading.order
                     self.bytes += len(data)
-                    yield ChunkPart(reading.at, offset, slot.size_bytes, checksum, data, order)
+                    yield ChunkPart(reading.at, offset, slot.size_bytes, checksum, data, order, reading.groups)
                     offset += len(data)
                 reading.done(driver.now())
                 driver.pump()

@@ -14,14 +14,13 @@ from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.fillings import begin
 from kvgrpc.core.types import (
-    ALL,
     MS,
     ChunkKeys,
     ChunkResult,
     Ended,
     LookupAnswer,
     LookupCommand,
-    Part,
+    ObjectForm,
     PrefetchStatus,
     Registration,
     Role,
@@ -307,8 +306,8 @@ class DriverSession:
                 policy=request.policy,
                 cleared=driver.forgets != forgets,
             )
-            part = Part(0, ALL, (), (), request.object_bytes, request.order)
-            filling = begin(driver.book, self._client_id, command, part, request.kv_rank)
+            objects = request.objects or (ObjectForm(0, request.object_bytes, request.order),)
+            filling = begin(driver.book, self._client_id, command, objects, request.kv_rank)
             if driver.recordings.wanted and not command.cleared and not content.first_chunk:
                 self._record_store(command)
             return await fill(driver, filling, parts)

@@ -2,7 +2,7 @@
 """Whole objects that come as bytes, from clients that share no memory: straight into the arena, a part at a time.
 
 Everything belongs to the event loop, but for checksums, which are made of a part's own bytes in the CPU pool. A slot is
-reserved when the first part of its chunk is there and intact.
+reserved when the first part of its object is there and intact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLIENT_MOST = 4
 
 
 class Writes:
-    """The streams of a driver, at most ``most``: each holds one part and has one chunk reserved."""
+    """The streams of a driver, at most ``most``: each holds one part and has one object reserved."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -57,15 +57,15 @@ class Writes:
 async def fill(driver: Driver, filling: Filling, parts: AsyncIterator[ChunkPart]) -> tuple[ChunkResult, ...]:
     """The results, when all parts have come. Refuses: INVALID_FIELD for parts that are not the next ones, and as
     ``Filling.open_next``."""
-    at, offset, size, wanted = filling.first, 0, filling.of.object_bytes, False
+    at, offset, size, wanted = (0, 0), 0, 0, False
     cuts: Iterator[list[Extent]] = iter(())
     try:
         async for part in parts:
-            if at >= filling.end:
-                raise _wrong("chunk", f"is {part.chunk}; all chunks of the range have come")
+            if not offset:
+                at, size = (part.chunk, part.groups), filling.take(part.chunk, part.groups)
             _check(part, at, offset, size)
             if await checksum_of(driver, part.data) != part.checksum:
-                raise _wrong("checksum", f"does not fit the bytes of chunk {at} from {offset} on")
+                raise _wrong("checksum", f"does not fit the bytes of chunk {part.chunk} from {offset} on")
             if not offset:
                 slot = filling.open_next()
                 wanted, cuts = slot is not None, cut(slot) if slot is not None else iter(())
@@ -75,7 +75,7 @@ async def fill(driver: Driver, filling: Filling, parts: AsyncIterator[ChunkPart]
             if offset == size:
                 if wanted:
                     filling.done(driver.now())
-                at, offset = at + 1, 0
+                offset = 0
             driver.pump()
     finally:
         filling.close(driver.now())
@@ -83,9 +83,10 @@ async def fill(driver: Driver, filling: Filling, parts: AsyncIterator[ChunkPart]
     return filling.results
 
 
-def _check(part: ChunkPart, at: int, offset: int, size: int) -> None:
-    if (part.chunk, part.offset) != (at, offset):
-        raise _wrong("offset", f"is {part.offset} of chunk {part.chunk}; the next part is {offset} of chunk {at}")
+def _check(part: ChunkPart, at: tuple[int, int], offset: int, size: int) -> None:
+    """Whether it is the part from ``offset`` on of the object of ``at``: (chunk, groups)."""
+    if (part.chunk, part.groups) != at or part.offset != offset:
+        raise _wrong("offset", f"is {part.offset} of chunk {part.chunk}; the next part is {offset} of chunk {at[0]}")
     if part.object_bytes != size:
         raise _wrong("object_bytes", f"is {part.object_bytes}; the stream began with {size}")
     if len(part.data) != min(PART_BYTES, size - offset):

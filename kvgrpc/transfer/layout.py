@@ -12,12 +12,9 @@ from typing import NoReturn
 
 from kvgrpc.api import BlockForm, GroupKind, KvGroup, Layout, Memory, Runs
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import ALL, Geometry, GroupGeometry, Need
+from kvgrpc.core.types import ALL, MAX_GROUPS, MAX_NEEDS, Geometry, GroupGeometry, Need, ObjectForm
 
 MAX_MEMORY_PIECES = 4096
-MAX_GROUPS = 64
-MAX_NEEDS = 8
-"""Bound of how many different things groups may need of a prefix: each is looked up for each chunk."""
 MAX_PLANES_IN_ALL = 65536
 """Bound of the sum of layers x planes over all entries: what one piece's run generation walks."""
 MAX_NAME_BYTES = 64
@@ -86,6 +83,19 @@ def object_order(groups: Sequence[KvGroup]) -> str:
     return "+".join(map(_order, groups))
 
 
+def object_forms(groups: Sequence[KvGroup], chunk_tokens: int) -> tuple[ObjectForm, ...]:
+    """The objects of a chunk, in the order in which they travel; where all groups need everything it is one, of groups
+    0. The groups must be such as can be registered."""
+    parts = Geometry(tuple(map(_geometry, groups))).parts(chunk_tokens)
+    whole = [part.need for part in parts] == [ALL]
+    return tuple(ObjectForm(0 if whole else part.group_bits, part.object_bytes, part.order) for part in parts)
+
+
+def _geometry(group: KvGroup) -> GroupGeometry:
+    block_bytes = sum(runs.layers * runs.planes * runs.run_bytes for runs in group.runs)
+    return GroupGeometry(group.block_size, group.num_blocks, block_bytes, _need(group), _order(group))
+
+
 def memory_bytes(layout: Layout) -> int:
     """Bytes of memory that the layout shares."""
     return sum(memory.size_bytes for memory in layout.memory)
@@ -130,10 +140,10 @@ def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry
         _check_addresses(runs, group.num_blocks, layout.memory[runs.memory_index].size_bytes, f"{where}.runs[{entry}]")
     if group.form is BlockForm.TOKEN_MAJOR:
         _check_token_major(group, where)
-    block_bytes = sum(runs.layers * runs.planes * runs.run_bytes for runs in group.runs)
-    if block_bytes * (chunk_tokens // group.block_size) > _MAX_INT:
+    geometry = _geometry(group)
+    if geometry.block_bytes * (chunk_tokens // group.block_size) > _MAX_INT:
         _refuse(f"{where}.runs", "a chunk of this layout would take 2^63 bytes or more")
-    return GroupGeometry(group.block_size, group.num_blocks, block_bytes, _need(group), _order(group))
+    return geometry
 
 
 def _check_names(group: KvGroup, where: str) -> None:

@@ -862,10 +862,15 @@ class ReadChunksRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
     RANGE_FIELD_NUMBER: _builtins.int
+    BY_GROUPS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine."""
     job_id: _builtins.bytes
     """From LookupResponse; its state must be DONE (else FAILED_PRECONDITION, JOB_PENDING)."""
+    by_groups: _builtins.bool
+    """The client knows that a chunk may have several objects, and looks at ChunkPart.groups. Without it, where a group is not FULL:
+    UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED.
+    """
     @_builtins.property
     def reader(self) -> _common_pb2.Reader:
         """Whose objects to read. Must be a reader of the lookup (READER_UNKNOWN)."""
@@ -881,10 +886,11 @@ class ReadChunksRequest(_message.Message):
         job_id: _builtins.bytes = ...,
         reader: _common_pb2.Reader | None = ...,
         range: _common_pb2.TokenRange | None = ...,
+        by_groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["range", b"range", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "job_id", b"job_id", "range", b"range", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_groups", b"by_groups", "engine_id", b"engine_id", "job_id", b"job_id", "range", b"range", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -892,7 +898,7 @@ Global___ReadChunksRequest: _TypeAlias = ReadChunksRequest  # noqa: Y015
 
 @_typing.final
 class ChunkPart(_message.Message):
-    """A piece of one chunk's object."""
+    """A piece of one object of a chunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -902,6 +908,7 @@ class ChunkPart(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
     """Chunk index in the prompt."""
     offset: _builtins.int
@@ -914,6 +921,10 @@ class ChunkPart(_message.Message):
     """The bytes; at most 1 MiB."""
     order: _builtins.str
     """ReadChunks, on an object's first piece: how its runs follow each other (docs/protocol.md), as WriteChunks wants to know it."""
+    groups: _builtins.int
+    """Layouts with a group that is not FULL: bit g is set when the object holds group g's part of the chunk; the same on all pieces of an
+    object, and no group is in two objects of a chunk. Else 0: the object holds every group.
+    """
     def __init__(
         self,
         *,
@@ -923,14 +934,45 @@ class ChunkPart(_message.Message):
         checksum: _builtins.int = ...,
         data: _builtins.bytes = ...,
         order: _builtins.str = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "object_bytes", b"object_bytes", "offset", b"offset", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "groups", b"groups", "object_bytes", b"object_bytes", "offset", b"offset", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChunkPart: _TypeAlias = ChunkPart  # noqa: Y015
+
+@_typing.final
+class ObjectForm(_message.Message):
+    """One object of each chunk of a model of which a group is not FULL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    OBJECT_BYTES_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    groups: _builtins.int
+    """Bit g is set when it holds group g. Groups that need the same (all tokens, or the same window: docs/protocol.md) are one object."""
+    object_bytes: _builtins.int
+    """Its length; at least 1."""
+    order: _builtins.str
+    """How its runs follow each other, as in ChunksToWrite. 1 to 4096 bytes."""
+    def __init__(
+        self,
+        *,
+        groups: _builtins.int = ...,
+        object_bytes: _builtins.int = ...,
+        order: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "object_bytes", b"object_bytes", "order", b"order"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectForm: _TypeAlias = ObjectForm  # noqa: Y015
 
 @_typing.final
 class ReadChunksResponse(_message.Message):
@@ -976,17 +1018,18 @@ class ChunksToWrite(_message.Message):
     OBJECT_BYTES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine."""
     kv_rank: _builtins.int
     """Whose objects they are, below the identity's kv_world_size."""
     object_bytes: _builtins.int
-    """Length of each object; at least 1."""
+    """Length of each object; at least 1. Not set when there are objects, as is order."""
     order: _builtins.str
     """How the runs of each object follow each other, by the rule in docs/protocol.md; ReadChunks tells it. 1 to 4096 bytes."""
     @_builtins.property
     def space(self) -> _common_pb2.SpaceRef:
-        """Where the chunks belong. Models of which a group is not FULL: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED."""
+        """Where the chunks belong."""
 
     @_builtins.property
     def content(self) -> _common_pb2.Content:
@@ -1000,6 +1043,13 @@ class ChunksToWrite(_message.Message):
     def policy(self) -> _common_pb2.RequestPolicy:
         """Wishes of this request."""
 
+    @_builtins.property
+    def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectForm]:
+        """Where a group is not FULL, and only there: the objects that a chunk can have, one for each different need of the identity's groups,
+        that of the FULL groups first, then as the groups come. Not named: UNIMPLEMENTED, GROUP_KIND_UNSUPPORTED, as for a stored form
+        that does not say what its groups need (a recurrent group that is token-major). Other ones: INVALID_ARGUMENT, INVALID_FIELD.
+        """
+
     def __init__(
         self,
         *,
@@ -1011,10 +1061,11 @@ class ChunksToWrite(_message.Message):
         object_bytes: _builtins.int = ...,
         order: _builtins.str = ...,
         policy: _common_pb2.RequestPolicy | None = ...,
+        objects: _abc.Iterable[Global___ObjectForm] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "policy", b"policy", "range", b"range", "space", b"space"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "engine_id", b"engine_id", "kv_rank", b"kv_rank", "object_bytes", b"object_bytes", "order", b"order", "policy", b"policy", "range", b"range", "space", b"space"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "engine_id", b"engine_id", "kv_rank", b"kv_rank", "object_bytes", b"object_bytes", "objects", b"objects", "order", b"order", "policy", b"policy", "range", b"range", "space", b"space"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,7 +156,10 @@ class KvCacheServiceServicer(object):
     def ReadChunks(self, request, context):
         """Reads whole chunks of a looked-up prefix as bytes, for clients that share no memory. Same lease, reader and job as Retrieve, and it
         ends a read as that does. Parts come in order, chunk after chunk, each with its checksum; the last message has the results, and a
-        stream without it was torn: nothing of its last chunk may be used. After a Clear no further chunk is begun. A peer that takes
+        stream without it was torn: nothing of its last chunk may be used. Where a group is not FULL a chunk has an object for each set of
+        groups that need the same, of which come those that the whole hit needs of it, each with its groups; as for Retrieve such a hit is
+        good as a whole or not at all: nothing is sent if something of the range is not there, and unless all of it was sent no chunk of
+        the hit is LOADED, what was sent is TORN and must not be used. After a Clear no further object is begun. A peer that takes
         nothing for as long as the server's deadline for copies: DEADLINE_EXCEEDED. At the limit of such streams: RESOURCE_EXHAUSTED,
         CALL_LIMIT.
         """
@@ -166,8 +169,10 @@ class KvCacheServiceServicer(object):
 
     def WriteChunks(self, request_iterator, context):
         """Stores whole chunks that come as bytes, for clients that share no memory. The first message says what comes; then the parts of each
-        chunk of the range, one chunk after the other, each part 1 MiB but for a chunk's last. A chunk can be found when all of it
-        is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. What is not wanted (RESIDENT, REFUSED,
+        chunk of the range, one chunk after the other, each part 1 MiB but for an object's last. A chunk can be found when all of it
+        is there and every checksum held; limits, quotas, tiers and outcomes are those of Store. Where a group is not FULL a chunk has several
+        objects, which come in the order of ChunksToWrite.objects: that of FULL groups of every chunk, others where the client has them. One that
+        is left out is what a null block is to Store: a hit that needs it is none. What is not wanted (RESIDENT, REFUSED,
         BEING_WRITTEN) is sent and dropped. A part out of its place, of another size or with a wrong checksum: INVALID_ARGUMENT,
         INVALID_FIELD, and the stream ends; chunks that were whole stay. Where the stream ends in order but early, the rest is FAILED,
         NOT_SENT. Objects of another size or order than those of the same space and rank: INVALID_ARGUMENT, GEOMETRY_MISMATCH. A peer that sends

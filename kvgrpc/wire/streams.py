@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.types import DEFAULT_POLICY, ChunkResult, Reader, TokenRange
+from kvgrpc.core.types import DEFAULT_POLICY, MAX_NEEDS, ChunkResult, ObjectForm, Reader, TokenRange
 from kvgrpc.v1 import cache_pb2 as pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.wire.cache import check_engine_id, decode_results, encode_results
@@ -26,6 +26,7 @@ from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 SALTS_MOST = 1024
 ORDER_MOST = 4096
 OBJECT_BYTES_MOST = (1 << 63) - 1
+BITS_MOST = (1 << 64) - 1
 
 
 def encode_watch_request(request: api.WatchRequest) -> pb.WatchRequest:
@@ -89,6 +90,7 @@ def encode_read_request(request: api.ReadChunksRequest) -> pb.ReadChunksRequest:
         job_id=request.job_id,
         reader=common_pb2.Reader(kv_rank=request.reader.kv_rank, tp_rank=request.reader.tp_rank),
         range=common_pb2.TokenRange(start=request.range.start, end=request.range.end),
+        by_groups=request.by_groups,
     )
 
 
@@ -98,6 +100,7 @@ def decode_read_request(message: pb.ReadChunksRequest) -> api.ReadChunksRequest:
         check_bytes(message.job_id, "job_id", 16),
         Reader(message.reader.kv_rank, message.reader.tp_rank),
         TokenRange(message.range.start, message.range.end),
+        message.by_groups,
     )
 
 
@@ -109,11 +112,13 @@ def encode_part(part: api.ChunkPart) -> pb.ChunkPart:
         checksum=part.checksum,
         data=part.data,
         order=part.order,
+        groups=part.groups,
     )
 
 
 def decode_part(part: pb.ChunkPart) -> api.ChunkPart:
-    return api.ChunkPart(part.chunk, part.offset, part.object_bytes, part.checksum, part.data, part.order)
+    where = part.chunk, part.offset, part.object_bytes
+    return api.ChunkPart(*where, part.checksum, part.data, part.order, part.groups)
 
 
 def encode_read_response(answer: api.ReadChunksAnswer) -> pb.ReadChunksResponse:
@@ -139,6 +144,7 @@ def encode_write_begin(request: api.WriteChunksRequest) -> pb.WriteChunksRequest
         object_bytes=request.object_bytes,
         order=request.order,
         policy=encode_policy(request.policy),
+        objects=[pb.ObjectForm(**one._asdict()) for one in request.objects],
     )
     return pb.WriteChunksRequest(begin=begin)
 
@@ -148,15 +154,35 @@ def decode_write_begin(message: pb.WriteChunksRequest | None) -> api.WriteChunks
     if message is None or not message.HasField("begin"):
         raise invalid("begin", "is missing: the first message says what comes")
     begin = message.begin
+    if len(begin.objects) > MAX_NEEDS:
+        raise invalid("begin.objects", f"are {len(begin.objects)}; at most {MAX_NEEDS} can be")
+    if begin.objects and (begin.object_bytes or begin.order):
+        raise invalid("begin.objects", "say length and order themselves; object_bytes and order must be empty then")
+    objects = tuple(
+        _decode_form(
+            form, f"begin.objects[{at}]", check_number(form.groups, f"begin.objects[{at}].groups", 1, BITS_MOST)
+        )
+        for at, form in enumerate(begin.objects)
+    )
+    form = ObjectForm(0, 0, "") if objects else _decode_form(begin, "begin", 0)
     return api.WriteChunksRequest(
         engine_id=check_engine_id(begin.engine_id),
         space=decode_space(begin.space),
         content=decode_content(begin.content),
-        object_bytes=check_number(begin.object_bytes, "begin.object_bytes", 1, OBJECT_BYTES_MOST),
-        order=check_text(begin.order, "begin.order", least=1, most=ORDER_MOST),
+        object_bytes=form.object_bytes,
+        order=form.order,
         kv_rank=begin.kv_rank,
         range=decode_range(begin.range) if begin.HasField("range") else None,
         policy=decode_policy(begin.policy) if begin.HasField("policy") else DEFAULT_POLICY,
+        objects=objects,
+    )
+
+
+def _decode_form(message: pb.ObjectForm | pb.ChunksToWrite, where: str, groups: int) -> ObjectForm:
+    return ObjectForm(
+        groups,
+        check_number(message.object_bytes, f"{where}.object_bytes", 1, OBJECT_BYTES_MOST),
+        check_text(message.order, f"{where}.order", least=1, most=ORDER_MOST),
     )
 
 

@@ -51,6 +51,7 @@ class EngineDesk:
     num_blocks: int = 1024
     groups: int = 1
     register: bool = True
+    stored_form: str = "opaque:x:y:4"
 
     @property
     def engine_id(self) -> str:
@@ -63,7 +64,7 @@ class EngineDesk:
     @property
     def identity(self) -> t.SpaceIdentity:
         world = self.kv_tp_size * self.stages
-        return t.SpaceIdentity(self.model, self.revision, "bfloat16", world, "engine-hash", "opaque:x:y:4")
+        return t.SpaceIdentity(self.model, self.revision, "bfloat16", world, "engine-hash", self.stored_form)
 
     def open(self) -> None:
         self.base = self.desk.book.space_base(self.desk.now, self.identity)

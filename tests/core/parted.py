@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvgrpc.core import types as t
+from kvgrpc.core.fillings import Filling
+from kvgrpc.core.fillings import begin as begin_filling
 from kvgrpc.core.index import Chunk
 from kvgrpc.core.keys import object_name, part_keys
+from kvgrpc.core.readings import Reading
+from kvgrpc.core.readings import begin as begin_reading
 from tests.core.desk import BLOCK, CHUNK, Desk, EngineDesk, block_ids
 
 NUM_BLOCKS = 4096
@@ -28,6 +32,14 @@ def needed_chunks(need: t.Need, chunks: int) -> range:
     return range(first_token(need, chunks * CHUNK) // CHUNK, chunks)
 
 
+def stored_form(need: t.Need) -> str:
+    """Of a group whose layers need this."""
+    kind = "chunked-local" if need.aligned else "sliding-window"
+    if need == t.Need(BLOCK):
+        return f"recurrent:opaque:x:y:{BLOCK}"
+    return f"{kind}:{need.window}:opaque:x:y:{BLOCK}" if need.window else f"opaque:x:y:{BLOCK}"
+
+
 class PartedDesk:
     """One engine of one worker a KV rank, with a group for each need; block ``i`` of a prompt is block ``i`` of every
     group's list."""
@@ -43,7 +55,9 @@ class PartedDesk:
     ) -> None:
         self.needs = tuple(needs)
         self.desk = Desk(chunks, tiers, limits=limits or t.CoreLimits(pin_share=1.0, hold_share=1.0))
-        self.engine: EngineDesk = self.desk.engine("e", tp_size=ranks, kv_tp_size=ranks, register=False)
+        form = "+".join(map(stored_form, needs))
+        shape = {"tp_size": ranks, "kv_tp_size": ranks, "stored_form": form}
+        self.engine: EngineDesk = self.desk.engine("e", register=False, **shape)
         self.ranks = ranks
         if register:
             self.share()
@@ -102,6 +116,61 @@ class PartedDesk:
                 for group, blocks in zip(groups, block_ids(piece), strict=True):
                     found |= {(group, block) for block in blocks}
         return found
+
+    # ---- streams ----------------------------------------------------------------------------------------------------
+
+    @property
+    def forms(self) -> list[t.ObjectForm]:
+        """Of the objects of a chunk, in their order."""
+        bits = [sum(1 << at for at, one in enumerate(self.needs) if one == need) for need in self.parts]
+        counts = [self.needs.count(need) for need in self.parts]
+        return [
+            t.ObjectForm(bit if self.parts != [t.ALL] else 0, need.tail(BLOCK, CHUNK) * 64 * count, "")
+            for need, bit, count in zip(self.parts, bits, counts, strict=True)
+        ]
+
+    def fill(self, prompt: str, chunks: int, rank: int = 0, start: int = 0) -> Filling:
+        """A stream of chunks [start, chunks)."""
+        e, span = self.engine, t.TokenRange(start * CHUNK, chunks * CHUNK)
+        command = t.StoreCommand(e.engine_id, 0, e.space, e.content(prompt, chunks), span, ())
+        filling = begin_filling(self.desk.book, e.scheduler, command, self.forms, rank)
+        self.desk.step()
+        return filling
+
+    def put(self, filling: Filling, at: int, part: int) -> bool:
+        """One object comes; whether somebody wanted it."""
+        form = self.forms[part]
+        assert filling.take(at, form.groups) == form.object_bytes
+        slot = filling.open_next()
+        self.desk.step()
+        if slot is not None:
+            assert slot.size_bytes == form.object_bytes
+            filling.done(self.desk.now)
+            self.desk.step()
+        return slot is not None
+
+    def close(self, filling: Filling) -> tuple[t.ChunkResult, ...]:
+        filling.close(self.desk.now)
+        self.desk.step()
+        return filling.results
+
+    def reading(self, job: t.LookupAnswer, end: int, rank: int = 0, start: int = 0) -> Reading:
+        """Of chunks [start, end) of a job."""
+        e, span = self.engine, t.TokenRange(start * CHUNK, end * CHUNK)
+        asked = (e.scheduler, e.engine_id, job.job_id, e.reader(rank), span)
+        return begin_reading(self.desk.book, *asked, by_groups=True)
+
+    def read_one(self, reading: Reading) -> tuple[int, int] | None:
+        """The next object: (chunk, part); None at the end."""
+        if (slot := reading.open_next()) is None:
+            reading.close()
+            return None
+        self.desk.step()
+        forms = [(form.groups, form.object_bytes) for form in self.forms]
+        part = forms.index((reading.groups, slot.size_bytes))
+        reading.done(self.desk.now)
+        self.desk.step()
+        return reading.at, part
 
     # ---- below ------------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,8 @@ def opened(engine: EngineDesk, prompt: str = "a", chunks: int = CHUNKS, **change
         policy=t.Policy(**changes),  # type: ignore[arg-type]
     )
     (part,) = engine.registration().geometry.parts(16)
-    written = t.Part(0, t.ALL, (), (), part.object_bytes, part.order)
-    filling = begin(engine.desk.book, engine.scheduler, command, written, 0)
+    written = t.ObjectForm(0, part.object_bytes, part.order)
+    filling = begin(engine.desk.book, engine.scheduler, command, [written], 0)
     engine.desk.step()
     return filling
 
@@ -38,7 +38,7 @@ class Peer:
     """Who fills: one slot at a time, as its bytes come."""
 
     def __init__(self, desk: Desk, filling: Filling) -> None:
-        self._desk, self.filling, self._left = desk, filling, len(filling.outcomes)
+        self._desk, self.filling, self._at = desk, filling, filling.first
         self._slot: Slot | None = None
 
     def turn(self) -> None:
@@ -46,8 +46,9 @@ class Peer:
         if self._slot is not None:
             self.filling.done(self._desk.now)
             self._slot = None
-        elif self._left:
-            self._left -= 1
+        elif self._at < self.filling.end:
+            self.filling.take(self._at, 0)
+            self._at += 1
             self._slot = self.filling.open_next()
         self._desk.step()
 
@@ -56,8 +57,8 @@ class Peer:
         self.filling.close(self._desk.now)
         self._desk.step()
         results = self.filling.results
-        assert sum(result.count for result in results) == len(self.filling.outcomes)
-        assert not self._left or results[-1].reason == "NOT_SENT"
+        assert sum(result.count for result in results) == self.filling.end - self.filling.first
+        assert self._at == self.filling.end or results[-1].reason == "NOT_SENT"
 
 
 class World:

@@ -207,7 +207,8 @@ async def collected(*answers: api.ReadChunksAnswer) -> dict[int, bytes]:
         for answer in answers:
             yield pb.ReadChunksResponse.FromString(encode_read_response(answer).SerializeToString())
 
-    return (await objects.collected(objects.checked(messages())))[0]
+    found, _ = await objects.collected(objects.checked(messages()), by_groups=False)
+    return {chunk: of_groups[0] for chunk, of_groups in found.items()}
 
 
 async def test_a_client_takes_nothing_that_is_damaged() -> None:

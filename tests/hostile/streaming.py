@@ -21,7 +21,7 @@ from typing import Any
 
 from kvgrpc import api
 from kvgrpc.client import AioClient, object_order, stored_form
-from kvgrpc.client.objects import collected, parts_of
+from kvgrpc.client.objects import alone, collected, parts_of
 from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import Reader, Role, SpaceIdentity, SpaceRef, TokenRange
 from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of
@@ -67,12 +67,12 @@ async def live(address: str, act: str, prompt: int, chunks: int, parts: int) -> 
 
         if act == "write":
             asked = api.WriteChunksRequest(engine_id, space, tokens, OBJECT_BYTES, object_order(groups))
-            return outcomes(await client.write_chunks(asked, stopping(parts_of(objects_of(prompt, chunks)))))
+            return outcomes(await client.write_chunks(asked, stopping(parts_of(alone(objects_of(prompt, chunks))))))
         job_id = (await client.lookup(api.LookupRequest(engine_id, "r", space, tokens))).job_id
         reading = api.ReadChunksRequest(engine_id, job_id, Reader(0, 0), TokenRange(0, chunks * CHUNK))
-        taken, results = await collected(stopping(client.read_chunks(reading)))
+        taken, results = await collected(stopping(client.read_chunks(reading)), by_groups=False)
         found = objects_of(prompt, chunks)
-        assert all(taken[at] == found[at] for at in taken), "wrong bytes"
+        assert all(taken[at] == {0: found[at]} for at in taken), "wrong bytes"
         return outcomes(results)
 
 

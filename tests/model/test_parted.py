@@ -21,6 +21,7 @@ needs = st.one_of(
     st.sampled_from([4, 8, 16, 32, 48]).map(lambda window: t.Need(window, aligned=True)),
 )
 chunks = st.integers(1, CHUNKS)
+losses = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(0, CHUNKS - 1)), max_size=2)
 Object = tuple[bytes, int, int]
 """(chunk key, group, KV rank)."""
 
@@ -34,6 +35,8 @@ class Parted(RuleBasedStateMachine):
         self.there: set[Object] = set()
         self.jobs: list[tuple[t.LookupAnswer, str, int, set[tuple[int, int]]]] = []
         """(answer, prompt, hit, (rank, group and chunk pairs) not read yet)."""
+        self.cleared: set[bytes] = set()
+        """Jobs of before a Clear: streams begin nothing of them."""
 
     # ---- the oracle -------------------------------------------------------------------------------------------------
 
@@ -85,6 +88,31 @@ class Parted(RuleBasedStateMachine):
                 assert bool(groups >> group & 1) == (has and not same)
                 if has:
                     self.there.add((self.key(prompt, at), group, rank))
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        count=chunks,
+        rank=st.integers(0, 1),
+        lacks=st.sets(st.tuples(st.integers(0, 3), st.integers(0, CHUNKS - 1))),
+        most=st.integers(0, 30),
+    )
+    def write(self, prompt: str, count: int, rank: int, lacks: set[tuple[int, int]], most: int) -> None:
+        """A stream of bytes that leaves out some objects and may end early."""
+        rank, parts = rank % self.p.ranks, self.p.parts
+        filling, coming = self.p.fill(prompt, count, rank), [(at, part) for at in range(count) for part in range(4)]
+        sent = [(at, p) for at, p in coming if p < len(parts) and (parts[p] == t.ALL or (p, at) not in lacks)][:most]
+        for at, part in sent:
+            key = self.key(prompt, at)
+            mates = [group for group, need in enumerate(self.p.needs) if need == parts[part]]
+            wanted = self.p.put(filling, at, part)
+            assert wanted == ((key, mates[0], rank) not in self.there)
+            self.there |= {(key, group, rank) for group in mates}
+        results = outcomes(self.p.close(filling))
+        assert len(results) == count
+        for at, (outcome, groups) in enumerate(results):
+            here = [part for one, part in sent if one == at]
+            assert groups == sum(self.p.forms[part].groups for part in here)
+            assert (outcome in ("STORED", "RESIDENT")) == bool(here)
 
     @rule(prompt=st.sampled_from(PROMPTS), count=chunks)
     def look_up(self, prompt: str, count: int) -> None:
@@ -139,6 +167,37 @@ class Parted(RuleBasedStateMachine):
             assert must & named <= mine <= may, "exactly the blocks that are looked at, and what shares their chunk"
         left -= read
 
+    @precondition(lambda self: bool(self.jobs))
+    @rule(number=st.integers(0, 99), rank=st.integers(0, 1), start=st.integers(0, CHUNKS), losses=losses)
+    def read(self, number: int, rank: int, start: int, losses: list[tuple[int, int, int]]) -> None:
+        """The hit as bytes; ``losses``: (objects read before it, group, chunk) of evictions meanwhile."""
+        answer, prompt, hit, left = self.jobs[number % len(self.jobs)]
+        rank, start, parts = rank % self.p.ranks, start % hit, self.p.parts
+        reading, read = self.p.reading(answer, hit, rank, start), list[tuple[int, int]]()
+        while (one := self.p.read_one(reading)) is not None:
+            read.append(one)
+            for _, group, at in (loss for loss in losses if loss[0] == len(read)):
+                left -= {(rank, part * CHUNKS + at) for at, part in read}
+                self.forget(prompt, group, at)
+        wanted = [(at, p) for at in range(start, hit) for p, need in enumerate(parts) if at in self.seen(need, hit)]
+        assert read == wanted[: len(read)], "in their order, and nothing else"
+        promised = all((rank, part * CHUNKS + at) in left for at, part in wanted[len(read) :])
+        assert len(read) == len(wanted) or not promised or answer.job_id in self.cleared
+        assert not read or answer.job_id not in self.cleared
+        left -= {(rank, part * CHUNKS + at) for at, part in read}
+        results = outcomes(reading.results())
+        assert len(results) == hit - start
+        for at, (outcome, groups) in enumerate(results, start):
+            here = [part for one, part in read if one == at]
+            assert groups == sum(self.p.forms[part].groups for part in here)
+            if len(read) == len(wanted):
+                assert outcome == "LOADED"
+            elif parts != [t.ALL]:
+                assert outcome == "TORN" if here else outcome in ("MISSING", "FAILED"), "good as a whole only"
+
+    def seen(self, need: t.Need, hit: int) -> list[int]:
+        return self.looked_at(self.p.needs.index(need), hit)
+
     @rule(prompt=st.sampled_from(PROMPTS), group=st.integers(0, 3), at=st.integers(0, CHUNKS - 1))
     def evict(self, prompt: str, group: int, at: int) -> None:
         self.forget(prompt, group, at)
@@ -160,6 +219,7 @@ class Parted(RuleBasedStateMachine):
     def clear(self) -> None:
         self.p.engine.clear()
         self.there.clear()
+        self.cleared |= {answer.job_id for answer, *_ in self.jobs}
 
     # ---- always -----------------------------------------------------------------------------------------------------
 
