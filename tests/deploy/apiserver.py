@@ -46,7 +46,8 @@ VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 class Cluster:
     """What the server holds. ``changed`` guards all of it. ``held``: uids of objects with dependents, which a
-    foreground deletion waits for; ``asked``: what service accounts did, as (verb, plural, name)."""
+    foreground deletion waits for; ``asked``: what service accounts did, and
+    ``denied``: what they may not do, as (verb, plural, name)."""
 
     def __init__(self) -> None:
         self.objects: dict[Key, Object] = {}
@@ -55,6 +56,7 @@ class Cluster:
         self.closed = False
         self.held: set[str] = set()
         self.asked: set[tuple[str, str, str]] = set()
+        self.denied: set[tuple[str, str, str]] = set()
         self.events: list[tuple[str, Key, Object]] = []
         """(type, key, object); what has the resource version N is number N - 1."""
 
@@ -270,12 +272,16 @@ class _Api(BaseHTTPRequestHandler):
         name = name or self._field("metadata.name")
         group = self._path.split("/")[2] if self._path.startswith("/apis/") else ""
         with self.cluster.changed:
-            rules = list(_rules(self.cluster.objects, self._account, namespace))
-            self.cluster.asked.add((verb, plural, name))
-        for rule in rules:
-            of_kind = group in rule["apiGroups"] and plural in rule["resources"] and verb in rule["verbs"]
-            if of_kind and name in rule.get("resourceNames", [name]):
-                return True
+            good = any(
+                group in rule["apiGroups"]
+                and plural in rule["resources"]
+                and verb in rule["verbs"]
+                and name in rule.get("resourceNames", [name])
+                for rule in _rules(self.cluster.objects, self._account, namespace)
+            )
+            (self.cluster.asked if good else self.cluster.denied).add((verb, plural, name))
+        if good:
+            return True
         self._refuse(403, "Forbidden", f"{self._account} cannot {verb} {plural} {name!r}")
         return False
 

@@ -55,6 +55,7 @@ def installed(version: str, folder: Path, serve: bool = False, **sets: object) -
         assert all(FILES - {"l1.index"} <= files for files in world.files()), world.files()
         played.story.clear()
         yield world
+        assert cluster.denied == set(), "the Role has all that kubectl asks for: it would go on without a watch"
 
 
 @both_majors
