@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.core.index import Chunk
 from kvgrpc.core.types import MIB
 from kvgrpc.transfer import arena as arenas
 from kvgrpc.transfer.arena import Arena
@@ -58,5 +59,5 @@ async def test_it_serves_from_the_parts_that_are_there(tmp_path: Path, monkeypat
             gate.release(2 if parts == 1 else 1)  # the first part is prepared, too
 
 
-def _tables(server: harness.LocalServer) -> list[dict]:
+def _tables(server: harness.LocalServer) -> list[dict[bytes, Chunk]]:
     return [space.table.chunks for space in server.book.index.spaces.values()]
