@@ -21,7 +21,15 @@ import structlog
 
 from kvgrpc.core.types import ObjectName
 from kvgrpc.tiers.base import DAMAGED, FaultReason, OtherLength, TierFault, TierMiss
-from kvgrpc.tiers.disk_files import CallCancelledError, Cancelled, can_direct, file_bytes, read_object, write_object
+from kvgrpc.tiers.disk_files import (
+    CallCancelledError,
+    Cancelled,
+    can_direct,
+    file_bytes,
+    mark_used,
+    read_object,
+    write_object,
+)
 from kvgrpc.tiers.disk_slot import Slot, claim, object_path, other_folders
 from kvgrpc.tiers.envelope import HEADER_BYTES
 
@@ -73,6 +81,8 @@ class DiskTier:
         self._scanned = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
         self._numbers = itertools.count(1)
+        self._last_use_ns = 0
+        """Of any file, as it is marked: the order of uses outlives the server, whatever is done to the wall clock."""
         self._counts: Counter[str] = Counter()
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="kvgrpc-disk-read")
         self._writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kvgrpc-disk-write")
@@ -153,6 +163,7 @@ class DiskTier:
             return
         self._index = OrderedDict((name, size - HEADER_BYTES) for _, name, size in found)
         self._used = sum(map(file_bytes, self._index.values()))
+        self._last_use_ns = max(self._last_use_ns, found[-1][0] if found else 0)
         self._scanned.set()
         took_ms = round((time.monotonic() - began) * 1000)
         log.info("disk tier is open", folder=str(slot.folder), objects=len(found), bytes=self._used, took_ms=took_ms)
@@ -210,15 +221,18 @@ class DiskTier:
     def _read(self, cancelled: Cancelled, slot: Slot, object: ObjectName, into: Sequence[memoryview]) -> bool:
         """Whether it was this server's own."""
         try:
-            read_object(slot.path(object.name), object, into, self._direct, cancelled)
+            read_object(slot.path(object.name), object, into, self._direct, cancelled, self._mark)
         except TierMiss:
             for folder in self._other_folders(slot):
                 path = object_path(folder, object.name)
                 if os.path.exists(path):
-                    read_object(path, object, into, self._direct, cancelled)
+                    read_object(path, object, into, self._direct, cancelled, self._mark)
                     return False
             raise
         return True
+
+    def _mark(self, fd: int) -> None:
+        self._last_use_ns = mark_used(fd, self._last_use_ns)
 
     async def _set_aside(self, slot: Slot, name: str) -> None:
         """A damaged object is found no more."""
@@ -271,7 +285,7 @@ class DiskTier:
 
     def _write(self, cancelled: Cancelled, slot: Slot, object: ObjectName, data: Sequence[memoryview]) -> None:
         aside = slot.aside / f"{object.name}.{next(self._numbers)}"
-        write_object(slot.path(object.name), aside, object, data, self._direct, cancelled)
+        write_object(slot.path(object.name), aside, object, data, self._direct, cancelled, self._mark)
 
     async def _make_room(self, slot: Slot, size: int, name: str) -> None:
         """Evicts until the object fits and claims its bytes, one call after the other: what others were promised is not

@@ -15,6 +15,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ STEP_BYTES = 4 << 20
 _IOVECS = 512
 
 Cancelled = Callable[[], bool]
+Mark = Callable[[int], object]
+"""Marks an open file as used now."""
 
 
 class CallCancelledError(Exception):
@@ -40,8 +43,18 @@ def file_bytes(size_bytes: int) -> int:
     return HEADER_BYTES + -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def read_object(path: Path, object: ObjectName, into: Sequence[memoryview], direct: bool, cancelled: Cancelled) -> None:
-    """Fills ``into`` and marks the file as used now. Raises TierFault, TierMiss, CallCancelledError, OSError."""
+def mark_used(fd: int, last_ns: int) -> int:
+    """Marks the file as used later than ``last_ns``, the mark of an earlier use, also when the wall clock was set back
+    since; the new mark."""
+    now_ns = max(time.time_ns(), last_ns + 1)
+    os.utime(fd, ns=(now_ns, now_ns))
+    return now_ns
+
+
+def read_object(
+    path: Path, object: ObjectName, into: Sequence[memoryview], direct: bool, cancelled: Cancelled, mark: Mark
+) -> None:
+    """Fills ``into`` and marks the file as used. Raises TierFault, TierMiss, CallCancelledError, OSError."""
     direct = direct and _aligned(into)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
@@ -50,7 +63,7 @@ def read_object(path: Path, object: ObjectName, into: Sequence[memoryview], dire
     try:
         _read(fd, object, into, direct, cancelled)
         with suppress(OSError):
-            os.utime(fd)
+            mark(fd)
     finally:
         os.close(fd)
 
@@ -80,7 +93,13 @@ def _read(fd: int, object: ObjectName, into: Sequence[memoryview], direct: bool,
 
 
 def write_object(
-    path: Path, aside: Path, object: ObjectName, data: Sequence[memoryview], direct: bool, cancelled: Cancelled
+    path: Path,
+    aside: Path,
+    object: ObjectName,
+    data: Sequence[memoryview],
+    direct: bool,
+    cancelled: Cancelled,
+    mark: Mark,
 ) -> None:
     """Writes the object to ``aside`` and renames that to ``path``. Raises CallCancelledError, OSError."""
     direct = direct and _aligned(data)
@@ -90,6 +109,7 @@ def write_object(
         try:
             _allocate(fd, HEADER_BYTES + object.size_bytes, direct)
             _write(fd, object, data, direct, cancelled)
+            mark(fd)
         finally:
             os.close(fd)
         _rename(aside, path)

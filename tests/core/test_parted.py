@@ -249,6 +249,6 @@ def test_other_needs_in_the_same_space_are_refused():
     p = PartedDesk([t.ALL, STATE])
     p.store("a", 1)
     groups = tuple(replace(one, need=t.ALL) for one in p.engine.registration(0).geometry.groups * 2)
-    other = p.desk.engine("other", register=False)
+    other = p.desk.engine("other", register=False, stored_form=p.engine.stored_form)
     with refused(Reason.GEOMETRY_MISMATCH):
         other.share(0, geometry=t.Geometry(groups))

@@ -98,7 +98,8 @@ def moto(folder: Path, **environment: str) -> Iterator[Moto]:
 class Proxy:
     """Between a tier and its server, on the test's loop. Steered by: ``answer`` (said to every request, and the server
     is not asked), ``cut_after`` (bytes of answers on a connection, then it is closed), ``bytes_per_s`` of answers,
-    ``byte_s`` (answers come byte by byte, each after so long). Counts ``requests`` that ``answer`` was said to, and
+    ``byte_s`` (answers come byte by byte, each after so long), ``flip_at`` (that byte of the answers on a connection
+    has a bit flipped). Counts ``requests`` that ``answer`` was said to, and
     ``passed`` bytes of answers.
     """
 
@@ -110,6 +111,7 @@ class Proxy:
         self.cut_after: int | None = None
         self.bytes_per_s: float | None = None
         self.byte_s: float | None = None
+        self.flip_at: int | None = None
         self.requests = 0
         self.passed = 0
         self.port = 0
@@ -163,6 +165,8 @@ class Proxy:
                     writer.write(part[: max(self.cut_after - passed, 0)])
                     await writer.drain()
                     return
+                if self.flip_at is not None and 0 <= (at := self.flip_at - passed) < len(part):
+                    part = part[:at] + bytes([part[at] ^ 16]) + part[at + 1 :]
                 passed += len(part)
                 self.passed += len(part)
                 if self.bytes_per_s:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,27 @@ async def test_whoever_gives_up_while_the_directory_is_opened_takes_no_folder(
     await closing
     async with opened(tmp_path / "d") as tier:
         assert await tier.usage() == file_bytes(SIZE), "the folder was given back"
+
+
+@pytest.mark.parametrize("step_s", [-86_400, 86_400], ids=["set back", "set forward, and back"])
+async def test_a_wall_clock_that_is_set_changes_no_order_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
+) -> None:
+    """The order outlives the server: what was used last goes last."""
+    ahead_ns, real_ns = 0, time.time_ns
+    monkeypatch.setattr(disk_files.time, "time_ns", lambda: real_ns() + ahead_ns)
+    async with opened(tmp_path / "d") as tier:
+        a, b = await write(tier, "a", SIZE), await write(tier, "b", SIZE)
+        ahead_ns = step_s * 10**9
+        c = await write(tier, "c", SIZE)
+        await read(tier, a)
+    ahead_ns = 0
+    async with opened(tmp_path / "d", 3 * file_bytes(SIZE)) as tier:
+        assert await tier.usage() == 3 * file_bytes(SIZE)
+        d = await write(tier, "d", SIZE)
+        assert await tier.exists([one.name for one in (a, b, c, d)]) == [True, False, True, True]
+        await read(tier, a)
+    async with opened(tmp_path / "d", 3 * file_bytes(SIZE)) as tier:
+        assert await tier.usage() == 3 * file_bytes(SIZE)
+        await write(tier, "e", SIZE)
+        assert await tier.exists([one.name for one in (a, c, d)]) == [True, False, True]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -189,6 +190,28 @@ async def test_a_cut_body_is_never_short_data(proxy: Proxy, prefix: str) -> None
     assert await read(tier, object) == data("a", 3 * SMALL_PIECE), "each piece goes on where it was cut"
     proxy.cut_after = None
     assert await read(tier, object) == data("a", 3 * SMALL_PIECE), "a broken connection damages nothing"
+    await tier.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(
+    "flip_at", [9, 40, 150, 400, 1000, HEADER_BYTES, HEADER_BYTES + 700, HEADER_BYTES + SMALL_PIECE]
+)
+async def test_a_bit_that_flips_on_the_way_is_never_data(proxy: Proxy, prefix: str, flip_at: int) -> None:
+    """In the head of an answer or in its body, in the object's header or in its bytes: a fault, or not even that."""
+    object = await write(tier := ObjectStoreTier(f"{URL}/{prefix}", 5.0, plain_http=True), "a", 3 * SMALL_PIECE)
+    await tier.close()
+    tier = ObjectStoreTier(f"{URL}/{prefix}", 5.0, plain_http=True)  # with connections of its own
+    proxy.flip_at = flip_at
+    buffer = bytearray(object.size_bytes)
+    with contextlib.suppress(TierFault):
+        await tier.read(object, parts(buffer))
+        assert bytes(buffer) == data("a", 3 * SMALL_PIECE)
+    proxy.flip_at = None
+    await tier.close()
+    tier = ObjectStoreTier(f"{URL}/{prefix}", DEADLINE_S, plain_http=True)
+    assert await write(tier, "a", 3 * SMALL_PIECE) == object
+    assert await read(tier, object) == data("a", 3 * SMALL_PIECE)
     await tier.close()
 
 
