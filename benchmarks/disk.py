@@ -132,7 +132,8 @@ async def opened(folder: Path, limit_bytes: int) -> AsyncGenerator[DiskTier, Non
 
 async def files(folder: Path, repetitions: int) -> list[Figure]:
     source, goals = random.Random(1).randbytes(SIZE), {"read": ">= 0.9", "write": ">= 0.85"}
-    (folder / "bare").mkdir()
+    for name in ("bare", "ours"):
+        (folder / name).mkdir()
     async with opened(folder / "ours", 1 << 30) as tier:
         return await compare("disk", Anew(tier, source), BareFiles(folder / "bare", source), 8, repetitions, goals)
 
@@ -238,6 +239,7 @@ class Reader:
 
 
 def prefetch(folder: Path, repetitions: int) -> list[Figure]:
+    folder.mkdir()
     with server(folder) as found:
         asyncio.run(fill(found.address))
     reader = Reader(folder)
@@ -270,6 +272,7 @@ def lookups(folder: Path, repetitions: int) -> list[Figure]:
     figures: list[Figure] = []
     with ExitStack() as stack:
         store = stack.enter_context(keys(folder, valkey_program()))
+        (folder / "busy").mkdir()
         disk = ("--disk-path", str(folder / "busy"), "--disk-size", "1GiB")
         found = {
             "none": stack.enter_context(serving(L1)),
