@@ -203,7 +203,7 @@ $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 VLLM_PYTEST := $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM_PYTEST) tests/vllm
-	$(VLLM_PYTEST) tests/vllm/hybrid/test_windows.py tests/vllm/hybrid/test_states.py
+	$(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py disk.py)
 
 # On a card vLLM's words in a batch depend on what is in its cache, without a connector too: where tests compare those with
 # a cold run's they are left to CPUs. What is compared byte by byte, and one request at a time, runs.
