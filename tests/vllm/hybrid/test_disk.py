@@ -46,6 +46,7 @@ def options() -> dict[str, Any]:
 def served() -> Iterator[Server]:
     """An object of full attention has 32 KiB, one of windows 160."""
     with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
+        (Path(folder) / "disk").mkdir()
         sizes = ("--chunk-tokens", "64", "--l1-size", "3MiB", "--page-size", "32KiB")
         disk = ("--disk-path", f"{folder}/disk", "--disk-size", "1GiB", "--prefetch-wait-ms", "30000")
         server = Server(Path(folder), *sizes, *disk)
