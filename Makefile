@@ -199,11 +199,13 @@ $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Two files at once, each in a process, since a process has one engine; those of hybrid/ share none with others.
+# Two files at once, each in a process, since a process has one engine; those of hybrid/ share none with others, nor
+# with each other.
 VLLM_PYTEST := $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM_PYTEST) tests/vllm
-	$(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py disk.py)
+	$(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py)
+	$(VLLM)/bin/python -m pytest -q tests/vllm/hybrid/test_disk.py
 
 # On a card vLLM's words in a batch depend on what is in its cache, without a connector too: where tests compare those with
 # a cold run's they are left to CPUs. What is compared byte by byte, and one request at a time, runs.

@@ -49,6 +49,8 @@ SMALL = replace(PAGING, num_blocks=CHUNK // PAGING.block_size)
 """The same model in an engine with room for one chunk."""
 CHUNKS = PAGING.num_blocks * PAGING.block_size // CHUNK
 L1 = "2GiB"
+TURNS = 4
+"""Of lookups, for each repetition: they are short, since other guests of a machine come and go."""
 WAIT_S = 60.0
 
 
@@ -288,13 +290,13 @@ def lookups(folder: Path, repetitions: int) -> list[Figure]:
             with ExitStack() as beside:
                 if busy:
                     beside.enter_context(storing(found[name].address))
-                ask(askers[name], json.dumps({"kind": "tokens", "length": "8K", "hit": True, "seconds": 1.5}))
+                ask(askers[name], json.dumps({"kind": "tokens", "length": "8K", "hit": True, "seconds": 0.5}))
                 said = json.loads(answer(askers[name]))
             return said["lookups"] / said["seconds"]
 
         def case(what: str, name: str, busy: bool = False) -> None:
             rates: dict[str, list[float]] = {name: [], "none": []}
-            for _ in range(repetitions + 1):
+            for _ in range(TURNS * repetitions + 1):
                 for side in ("none", name, name, "none"):
                     rates[side].append(rate(side, busy))
             pairs = {
