@@ -25,7 +25,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,11 +169,8 @@ class Peak:
             self.mib = max(self.mib, (sum(found.values()) - arena_bytes(found)) / MIB)
 
 
-@contextmanager
-def server(folder: Path) -> Iterator[Serving]:
-    flags = ("--disk-path", str(folder), "--disk-size", "3GiB", "--prefetch-share", "0.5")
-    with serving(L1, *flags) as found:
-        yield found
+def server(folder: Path) -> AbstractContextManager[Serving]:
+    return serving(L1, "--disk-path", str(folder), "--disk-size", "3GiB", "--prefetch-share", "0.5")
 
 
 async def fill(address: str) -> None:

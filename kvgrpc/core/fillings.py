@@ -17,6 +17,7 @@ from kvgrpc.core import types as t
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.checks import check_content, explain_forms
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.geometry import bits_of
 from kvgrpc.core.index import Chunk, Space
 from kvgrpc.core.parted import PartedStore, touch
 from kvgrpc.core.plans import StorePlan
@@ -49,7 +50,7 @@ def _parts(found: dict[t.Need, tuple[int, ...]], objects: Sequence[t.ObjectForm]
         t.Part(number, need, groups, (), one.object_bytes, one.order)
         for number, ((need, groups), one) in enumerate(zip(named.items(), objects, strict=False))
     )
-    said, wanted = [one.groups for one in objects], [sum(1 << group for group in groups) for groups in named.values()]
+    said, wanted = [one.groups for one in objects], [bits_of(groups) for groups in named.values()]
     if said == [0] and wanted != [0]:
         raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, BY_GROUPS, field="begin.objects")
     if said != wanted:

@@ -47,6 +47,11 @@ def by_need(needs: Sequence[Need]) -> dict[Need, tuple[int, ...]]:
     return {need: tuple(at for at, one in enumerate(needs) if one == need) for need in in_order}
 
 
+def bits_of(groups: Sequence[int]) -> int:
+    """Bit g stands for group g."""
+    return sum(1 << group for group in groups)
+
+
 def needs_of(stored_form: str, chunk_tokens: int) -> list[Need]:
     """What each group of a stored form (docs/protocol.md) needs. ValueError when that does not say so."""
     needs: list[Need] = []
@@ -122,8 +127,8 @@ class Part:
 
     @property
     def group_bits(self) -> int:
-        """Bit g stands for group g."""
-        return sum(1 << group for group in self.groups)
+        """Its groups, as ``bits_of``."""
+        return bits_of(self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvgrpc.core.checks import check_range
 from kvgrpc.core.errors import Reason, Refusal
-from kvgrpc.core.geometry import by_need, needs_of
+from kvgrpc.core.geometry import bits_of, by_need, needs_of
 from kvgrpc.core.index import Chunk, IdentityFacts
 from kvgrpc.core.jobs import Job
 from kvgrpc.core.keys import part_keys
@@ -75,7 +75,7 @@ class Reading:
         self._groups = [0]
         if self._parted:
             found = groups_of(job.space.facts, book.limits.chunk_tokens)
-            self._groups = [sum(1 << group for group in found[need]) for need in job.space.facts.needs]
+            self._groups = [bits_of(found[need]) for need in job.space.facts.needs]
         self._starts = job.lease.starts
         self._keys = [part_keys(job.keys, part) for part in range(len(self._starts))]
         hit = range(places.start, min(places.stop, len(job.keys)))
