@@ -11,7 +11,6 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,18 +27,6 @@ STORED = 2 * (CHUNKS + 1)
 NEEDED = CHUNKS + 2
 """Objects of a hit: the window of 96 tokens at its end lies in two chunks."""
 QUIET = {"kvgrpc.no_store": True}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: Any) -> str:
-    from tests.vllm.models import make_gemma3
-
-    return str(make_gemma3(tmp_path_factory.mktemp("gemma3")))
-
-
-@pytest.fixture(scope="session")
-def options() -> dict[str, Any]:
-    return {"max_num_batched_tokens": 256}
 
 
 @pytest.fixture(scope="session")

@@ -46,18 +46,6 @@ LONG = prompt(53, 1500)
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: Any) -> str:
-    from tests.vllm.models import make_gemma3
-
-    return str(make_gemma3(tmp_path_factory.mktemp("gemma3")))
-
-
-@pytest.fixture(scope="session")
-def options() -> dict[str, Any]:
-    return {"max_num_batched_tokens": 256}
-
-
-@pytest.fixture(scope="session")
 def served() -> Iterator[Server]:
     """Can be killed."""
     with tempfile.TemporaryDirectory(prefix="kvgrpc-") as folder:
