@@ -75,8 +75,8 @@ async def test_lookups_at_once_lose_no_prefetch(server: RemoteServer) -> None:
 
 
 @pytest.mark.timeout(120 + 40 * crowds.KILLS)
-async def test_kills_in_the_middle_of_writes(server: RemoteServer) -> None:
-    await crowds.kills_in_the_middle_of_writes(server)
+async def test_kills_in_the_middle_of_writes(server: RemoteServer, store: Mooncake) -> None:
+    await crowds.kills_in_the_middle_of_writes(server, store)
 
 
 def test_aborted_lookups_give_everything_back(server: RemoteServer, store: Mooncake) -> None:

@@ -81,10 +81,9 @@ async def test_lookups_at_once_lose_no_prefetch(server: RemoteServer) -> None:
     await crowds.lookups_at_once_lose_no_prefetch(server)
 
 
-@pytest.mark.usefixtures("s3")
 @pytest.mark.timeout(120 + 40 * crowds.KILLS)
-async def test_kills_in_the_middle_of_writes(server: RemoteServer) -> None:
-    await crowds.kills_in_the_middle_of_writes(server, large_mib=9)
+async def test_kills_in_the_middle_of_writes(server: RemoteServer, s3: Moto) -> None:
+    await crowds.kills_in_the_middle_of_writes(server, s3, large_mib=9)
 
 
 def test_deleted_behind_its_back(local: RemoteServer) -> None:
