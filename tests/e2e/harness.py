@@ -133,12 +133,13 @@ class LocalServer:
         check(self.book)
 
     def open_shared_memory(self) -> list[str]:
-        """Shared memory objects that this process has open or mapped, but for those the tests map themselves."""
+        """Shared memory objects that this process has open, also the tests' own; not those without a name, which are of
+        earlier tests and go when they are collected."""
         found = []
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return sorted(path for path in found if path.startswith("/dev/shm/"))
+        return sorted(path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"))
 
 
 class Stream:
