@@ -55,7 +55,7 @@ async def timed(times: list[float], call: Awaitable[Any]) -> Any:
 # ---- field report 15 ------------------------------------------------------------------------------------------------
 
 WORKERS = 4
-BEATS_S = 8.0
+BEATS_S = 5.0
 
 
 async def beats_while_looking_up(server: LocalServer, engines: list[Engine]) -> Beats:
@@ -89,8 +89,8 @@ async def test_health_is_answered_while_every_worker_is_taken(tmp_path: Path) ->
         watches = [health.Watch(health_pb2.HealthCheckRequest(service="readiness")) for _ in range(50)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 50
 
-        rounds: list[Beats] = []  # other work on the machine may spoil some of three, but never fails a check
-        while not rounds or (rounds[-1].at(0.99) >= 0.1 and len(rounds) < 3):
+        rounds: list[Beats] = []  # other work on the machine may spoil some of six, but never fails a check
+        while not rounds or (rounds[-1].at(0.99) >= 0.1 and len(rounds) < 6):
             rounds.append(await beats_while_looking_up(server, engines))
             assert len(rounds[-1].times) > BEATS_S / 0.1 / 2
             assert rounds[-1].failures == 0
