@@ -151,6 +151,10 @@ class Engine:
     def attached(self) -> bool:
         return self._worker.attached and self._scheduler.attached
 
+    def lost(self) -> bool:
+        """Whether both have seen that their server has gone; from here on ``attached`` speaks of the next one."""
+        return not self._worker.attached and not self._scheduler.attached
+
     def leave(self) -> bool:
         """Ends the sessions; whether all blocks are free."""
         self._scheduler.close()

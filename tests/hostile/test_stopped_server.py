@@ -153,11 +153,15 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
 
 
 def test_thirty_stops_under_storms_of_copies() -> None:
-    """Stops at any time, of a server that copies as it does in service; deadlines that end before, during and after."""
+    """Stops at any time, of a server that copies as it does in service; deadlines that end before, during and after.
+    How many copies a stop meets is the machine's matter: storms go on until every end was seen."""
     chance, outcomes = random.Random(11), Counter[tuple[str, str]]()
+    wanted = {("LOADED", ""), ("STORED", ""), ("TORN", "DEADLINE"), ("FAILED", "DEADLINE")}
     with stand() as server:
         witness, engine = kept(server), server.engine(num_blocks=len(ALL))
-        for storm in range(STORMS):
+        for storm in range(20 * STORMS):
+            if storm >= STORMS and outcomes.keys() >= wanted:
+                break
             engine.do("fill")
             engine.do("storm", KEPT, storm * 100, CALLS, CHUNKS, chance.choice((0.01, 0.05, 0.1, 10.0)))
             time.sleep(chance.random() * 0.01)
@@ -175,8 +179,7 @@ def test_thirty_stops_under_storms_of_copies() -> None:
         server.assert_well()
     print(outcomes)
     assert ("PENDING", "") not in outcomes
-    assert outcomes["LOADED", ""] and outcomes["STORED", ""], "every stop came too early"
-    assert outcomes["TORN", "DEADLINE"] and outcomes["FAILED", "DEADLINE"], "every stop came too late"
+    assert outcomes.keys() >= wanted, "stops came too early or too late"
 
 
 def test_server_that_dies_while_it_stands_still() -> None:
@@ -187,7 +190,7 @@ def test_server_that_dies_while_it_stands_still() -> None:
             engine.do("fill")
             engine.do("storm", KEPT, 100, CALLS, CHUNKS, 0.1)
             process.send_signal(signal.SIGSTOP)
-            time.sleep(0.3)
+            time.sleep(1.0)  # ten deadlines, so that all have passed on a busy machine, too
             waiting = engine.do("pending")
             process.kill()
             process.wait()
@@ -196,9 +199,10 @@ def test_server_that_dies_while_it_stands_still() -> None:
                 ("FAILED", "DEADLINE"),
                 ("TORN", "DEADLINE"),
             }
+            until(lambda: engine.do("lost"), 30, "the end of its session")
             process = subprocess.Popen(process.args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
             server.stack.callback(stop, process)
-            until(lambda: engine.do("attached"), 20, "a session with the next server")
+            until(lambda: engine.do("attached"), 30, "a session with the next server")
             assert engine.do("dead_canaries") == []
             engine.do("forget")
             engine.do("store", "kept", KEPT, CHUNKS, ALL[: CHUNKS * PER_CHUNK])
