@@ -22,6 +22,7 @@ from kvgrpc.transfer.host import host_id
 from tests.client.conftest import MakeWorker
 from tests.client.fakes import FakeServer, Knobs, fake_process, wait_until
 from tests.client.memory import tokens
+from tests.ports import free_port
 
 RANGE, BLOCKS, JOB = TokenRange(0, 32), ((3, 1, 4, 1, 5, 9, 2, 6),), b"j" * 16
 STORED, LOADED = ((ChunkResult(0, 2, outcome),) for outcome in (ChunkOutcome.STORED, ChunkOutcome.LOADED))
@@ -313,9 +314,7 @@ def test_a_killed_server_is_seen_within_a_second_and_the_next_is_used(folder: Pa
 
 
 def test_over_tcp_the_next_server_or_refused_connections_tell(make_worker: MakeWorker) -> None:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{chosen.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with fake_process(address, hold=True) as process:
         client = make_worker(f"grpc://{address}")
         assert client.start()

@@ -65,7 +65,7 @@ class DiskServer:
         with self.log_file.open("ab") as log:
             command += [*(["--l1-size", l1_size] if l1_size else []), *self.flags, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(self._is_open, 30)
+        wait_until(self._is_open, 60)
 
     def _is_open(self) -> bool:
         assert self.process is not None

@@ -64,7 +64,7 @@ class RestartedServer:
         command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(self.socket), "--chunk-tokens", str(CHUNK)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([*command, "--l1-size", "64MiB"], stdout=log, stderr=log)
-        wait_until(self._is_open, 30)
+        wait_until(self._is_open, 60)
         return time.monotonic()
 
     def _is_open(self) -> bool:

@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.stores import Store, free_port
+from tests.ports import free_port
+from tests.tiers.stores import Store
 
 ROOT = Path(__file__).parents[2]
 VERBS = ROOT / "build/verbs"

@@ -14,15 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_port
+
 BUCKET = "kvgrpc-tests"
 START_S = 60.0
 """On a busy machine."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def answers(port: int) -> bool:
@@ -240,7 +236,7 @@ def cluster(folder: Path, program: str, nodes: int = 3) -> Iterator[list[Keys]]:
     try:
         for number in range(nodes):
             (folder / str(number)).mkdir()
-            node = Keys(folder / str(number) / "keys.log", program, _cluster_port())
+            node = Keys(folder / str(number) / "keys.log", program, free_port())
             found.append(node)
             node.start("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         edges = [16384 * number // nodes for number in range(nodes + 1)]
@@ -255,13 +251,6 @@ def cluster(folder: Path, program: str, nodes: int = 3) -> Iterator[list[Keys]]:
     finally:
         for node in found:
             node.kill()
-
-
-def _cluster_port() -> int:
-    """One whose bus, 10,000 above it, is a port, too."""
-    while (port := free_port()) > 55_000:
-        pass
-    return port
 
 
 def _whole(node: Keys, nodes: int) -> bool:
