@@ -236,7 +236,7 @@ async def test_tier_lookups_take_no_worker(tmp_path: Path) -> None:
                 await timed(times, check(health, ""))
 
         async def round_of(numbers: range) -> list[float]:
-            """Seconds of lookups (half of them, most of them), and of other calls meanwhile, each less what it may be."""
+            """Seconds of lookups (half of them, most), and of other calls meanwhile, each less what they may be."""
             idle, busy, asked = list[float](), list[float](), list[float]()
             prompts = [tokens_of(number, 2 * CHUNK) for number in numbers]
             tier.delay_s = 0.0

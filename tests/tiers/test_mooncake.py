@@ -223,7 +223,7 @@ async def test_a_master_that_stands_still_holds_up_nobody(own: Mooncake, connect
         assert time.monotonic() - began < 30
     finally:
         own.signal(signal.SIGCONT)
-    assert watching.end() < 1.0, "on a busy machine"
+    assert watching.end() < 2.5, "on a busy machine"
     await back_in_use(tier, object, "a")
     await tier.close()
 
