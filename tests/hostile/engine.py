@@ -187,7 +187,7 @@ class Engine:
         self._blocks[key] = blocks
         self._copies[key] = self._worker.store(tokens_of(prompt, chunks * CHUNK), [blocks], timeout_s=timeout_s)
 
-    def lookup(self, prompt: int, chunks: int, timeout_s: float = 5.0) -> tuple[str, int, bytes, str]:
+    def lookup(self, prompt: int, chunks: int, timeout_s: float = 20.0) -> tuple[str, int, bytes, str]:
         """(request id, hit chunks, job, reason)."""
         name = next(self._requests)
         found = self._scheduler.lookup(name, tokens_of(prompt, chunks * CHUNK), timeout_s=timeout_s)
