@@ -10,8 +10,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-PORTS = range(12_000, 22_000)
-"""Below those that the kernel gives to sockets without a port, also 10,000 above: the second port of cluster nodes."""
+PORTS = range(18_000, 22_000)
+"""Below those that the kernel gives to sockets without a port, also 10,000 above: the second port of cluster nodes. And
+beyond those that Mooncake's library takes by itself."""
 
 _kept: list[int] = []
 """Locked descriptors, one a port, until this process ends."""

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from kvgrpc.service.health import Health
-from tests.served import serving
+from tests.served import serving, stand_still
 
 
 def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def test_no_server(tmp_path: Path):
 
 def test_a_server_that_stands_still_costs_the_time_that_was_given():
     with serving("--l1-size", "16MiB") as server:
-        server.process.send_signal(signal.SIGSTOP)
+        stand_still(server.process.pid)
         try:
             begin = time.monotonic()
             done = ask("--address", server.address, "--timeout-ms", "300")

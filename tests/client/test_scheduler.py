@@ -17,6 +17,7 @@ from kvgrpc.core.types import Reader, TokenRange
 from tests.client.conftest import MakeScheduler
 from tests.client.fakes import CHUNK, FakeServer, Knobs, fake_process, wait_until
 from tests.client.memory import tokens
+from tests.served import stand_still
 
 
 def answer(client: SchedulerClient, request_id: str, content: api.Content, attempt: int = 0) -> LookupResult:
@@ -230,7 +231,7 @@ def test_a_frozen_server_costs_three_bounded_waits_and_then_nothing(
     with fake_process(address) as process:
         client = make_scheduler(address)
         assert client.start()
-        process.send_signal(signal.SIGSTOP)
+        stand_still(process.pid)
         times: list[float] = []
         for i in range(3):
             start = time.perf_counter()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from tests.client.conftest import MakeWorker
 from tests.client.fakes import FakeServer, Knobs, fake_process, wait_until
 from tests.client.memory import tokens
 from tests.ports import free_port
+from tests.served import stand_still
 
 RANGE, BLOCKS, JOB = TokenRange(0, 32), ((3, 1, 4, 1, 5, 9, 2, 6),), b"j" * 16
 STORED, LOADED = ((ChunkResult(0, 2, outcome),) for outcome in (ChunkOutcome.STORED, ChunkOutcome.LOADED))
@@ -277,7 +277,7 @@ def test_a_dead_server_frees_the_blocks_and_a_frozen_one_does_not(folder: Path, 
         assert client.start()
         load = client.retrieve(JOB, RANGE, BLOCKS, timeout_s=0.2)
         time.sleep(0.1)
-        process.send_signal(signal.SIGSTOP)
+        stand_still(process.pid)
         assert stays_unfinished(load, 1.0)
         assert client.blocks_in_flight()
         process.kill()

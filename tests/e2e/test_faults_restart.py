@@ -25,7 +25,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkResult, SpaceIdentity, TokenRange
 from tests.e2e.harness import outcomes, tokens_of
 from tests.kvdata import LAYERS_OUTERMOST, MHA, Image, shared_memory
-from tests.served import serving, stop, wait_until
+from tests.served import serving, stand_still, stop, wait_until
 
 CHUNK = 16
 CHUNKS = 8
@@ -76,8 +76,12 @@ class RestartedServer:
         return True
 
     def signal(self, number: signal.Signals) -> None:
+        """After SIGSTOP it stands still at once."""
         assert self._process is not None
-        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stand_still(self._process.pid)
+        else:
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.stand import Stand, refusal_of, stand, until
-from tests.served import stop
+from tests.served import stand_still, stop
 
 CHUNKS = 8
 BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
@@ -159,7 +159,7 @@ def test_socket_of_a_server_that_stands_still(tmp_path: Path) -> None:
     """It is not dead: its path is not taken."""
     with stand() as server:
         engine = server.engine()
-        server.served.process.send_signal(signal.SIGSTOP)
+        stand_still(server.served.process.pid)
         said = refusal_of("--socket", str(server.served.socket), "--l1-size", "16MiB", folder=tmp_path)
         server.served.process.send_signal(signal.SIGCONT)
         assert f"process {server.served.process.pid}" in said

@@ -8,6 +8,7 @@ import time
 
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.stand import stand, until
+from tests.served import stand_still
 
 STOPPED_S = 10.0
 CALLS = 64
@@ -40,7 +41,7 @@ def test_stopped_with_a_full_queue() -> None:
         assert engine.do("ended", "one too many") == [("FAILED", "CALL_LIMIT")]
         until(lambda: server.calls_of(engine) == CALLS, what="a full queue")
 
-        engine.signal(signal.SIGSTOP)
+        stand_still(engine.pid)
         stopped = time.monotonic()
         time.sleep(STOPPED_S / 2)
         assert server.calls_of(engine) == CALLS and server.has(engine)

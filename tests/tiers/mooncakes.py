@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ports import free_port
+from tests.served import stand_still
 from tests.tiers.stores import Store
 
 ROOT = Path(__file__).parents[2]
@@ -87,8 +88,12 @@ class Mooncake(Store):
             self.holder = None
 
     def signal_holder(self, number: signal.Signals) -> None:
+        """After SIGSTOP it stands still at once."""
         assert self.holder is not None
-        self.holder.send_signal(number)
+        if number == signal.SIGSTOP:
+            stand_still(self.holder.pid)
+        else:
+            self.holder.send_signal(number)
 
     def kill(self) -> None:
         self.kill_master()

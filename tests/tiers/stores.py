@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.served import stand_still
 
 BUCKET = "kvgrpc-tests"
 START_S = 60.0
@@ -48,8 +49,12 @@ class Store:
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
+        """After SIGSTOP it stands still at once."""
         assert self.process is not None
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stand_still(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         if self.process is not None:
