@@ -24,7 +24,7 @@ def test_stopped_with_a_full_queue() -> None:
     """One of its copies stands in the middle for half of the time, all others wait behind it. Another engine goes on as
     before, nothing that was asked for is lost, and afterwards it works on."""
     stores, loads = range(CALLS // 2), range(CALLS // 2, CALLS)
-    with stand(gated=True) as server:
+    with stand(gated=True, l1="256MiB") as server:  # more than a neighbour stores in that time, however quick it is
         engine, neighbour = server.engine(calls=CALLS), server.engine()
         for prompt in loads:
             engine.do("store", "first", prompt, 1, blocks(prompt))
