@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-START_S = 30.0
-STOP_S = 30.0
+START_S = 60.0
+STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,21 @@ def stop(process: subprocess.Popen[bytes]) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait()
+
+
+def stand_still(pid: int) -> None:
+    """SIGSTOP; returns when no thread of the process runs any more, which is some time after the signal was sent."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: not _running(pid), 30)
+
+
+def _running(pid: int) -> list[str]:
+    """States of its threads that are not stopped."""
+    states: list[str] = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return [state for state in states if state not in "TtZX"]
 
 
 def wait_until(condition: object, timeout_s: float) -> None:

@@ -16,13 +16,13 @@ import grpc
 import pytest
 
 from kvgrpc.service.health import Health
-from tests.served import serving
+from tests.served import serving, stand_still
 
 
 def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVGRPC_")}
     command = [sys.executable, "-m", "kvgrpc", "healthcheck", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={**kept, **variables})
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**kept, **variables})
 
 
 def test_a_server_that_serves():
@@ -52,14 +52,15 @@ def test_no_server(tmp_path: Path):
 
 def test_a_server_that_stands_still_costs_the_time_that_was_given():
     with serving("--l1-size", "16MiB") as server:
-        server.process.send_signal(signal.SIGSTOP)
+        stand_still(server.process.pid)
         try:
             begin = time.monotonic()
             done = ask("--address", server.address, "--timeout-ms", "300")
+            took_s = time.monotonic() - begin
         finally:
             server.process.send_signal(signal.SIGCONT)
     assert done.returncode == 3 and "DEADLINE_EXCEEDED" in done.stderr
-    assert time.monotonic() - begin < 10
+    assert took_s < 25, "a start of the program and 300 ms"
 
 
 def test_a_port_that_takes_connections_and_says_nothing():

@@ -28,7 +28,7 @@ def refused(*flags: str, folder: Path, **variables: str) -> str:
     """What the server says when it does not start."""
     command = [sys.executable, "-m", "kvgrpc", "serve", "--socket", str(folder / "s"), *flags]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=False, env={"PATH": "", **variables}
+        command, capture_output=True, text=True, timeout=60, check=False, env={"PATH": "", **variables}
     )
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -95,7 +95,7 @@ def test_a_signal_before_it_serves_and_many_after_it_ended_are_no_error(number: 
             f"sys.argv = ['kvgrpc', 'serve', '--socket', '{folder}/s', '--l1-size', '16MiB']\n"
             "main()\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
 
@@ -158,7 +158,7 @@ def test_off_the_loopback_is_refused_without_a_word_for_it(tmp_path: Path):
 def services(server: Served) -> subprocess.CompletedProcess[str]:
     grpcurl = str(Path(sys.executable).parent / "grpcurl")
     command = [grpcurl, "-plaintext", "-unix", str(server.socket), "list"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_reflection_lists_the_services_or_is_not_there():
@@ -194,7 +194,7 @@ def test_a_second_server_on_one_path_is_refused():
 def test_sigterm_ends_it_cleanly():
     with serving("--l1-size", "16MiB") as server:
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.process.poll() is not None, 10)
+        wait_until(lambda: server.process.poll() is not None, 60)
         assert server.process.returncode == 0, server.log
         assert not server.socket.exists()
         assert "Traceback" not in server.log
@@ -210,7 +210,7 @@ def test_after_kill_the_path_is_taken_over():
         with (server.socket.parent / "second").open("wb") as log:
             second = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            wait_until(lambda: '"started"' in (server.socket.parent / "second").read_text(), 30)
+            wait_until(lambda: '"started"' in (server.socket.parent / "second").read_text(), 60)
         finally:
             second.terminate()
-            assert second.wait(30) == 0
+            assert second.wait(60) == 0

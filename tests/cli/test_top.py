@@ -32,6 +32,11 @@ from tests.served import serving, stop, wait_until
 
 WIDTH, HEIGHT = 80, 24
 START_S = 60.0
+CONTROL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""The terminal sends this program the signals of its keys. Not between fork and exec: this process has threads."""
 ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
@@ -69,10 +74,22 @@ class Terminal:
 def top(address: str, *flags: str) -> Generator[Terminal, None, None]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-    command = [sys.executable, "-m", "kvgrpc", "top", "--address", address, "--interval-ms", "100", *flags]
+    command = [
+        sys.executable,
+        "-c",
+        CONTROL,
+        "-m",
+        "kvgrpc",
+        "top",
+        "--address",
+        address,
+        "--interval-ms",
+        "100",
+        *flags,
+    ]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "", "LINES": ""}
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=_control
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
     )
     try:
         yield Terminal(process, master, slave)
@@ -82,11 +99,6 @@ def top(address: str, *flags: str) -> Generator[Terminal, None, None]:
             process.wait()
         os.close(master)
         os.close(slave)
-
-
-def _control() -> None:
-    """The terminal sends this process the signals of its keys."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize("key", [b"q", b"\x03", b"TERM"])

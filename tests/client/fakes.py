@@ -270,7 +270,7 @@ def fake_process(address: str, **knobs: Any) -> Iterator[subprocess.Popen[bytes]
         process.stdout.close()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> float:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> float:
     """Seconds until the condition was true."""
     start = time.monotonic()
     while not condition():

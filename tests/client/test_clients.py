@@ -55,7 +55,7 @@ def test_reading_calls_survive_a_restart_without_an_error(server: FakeServer) ->
         client.handshake(api.Hello())
         server.stop()
         threading.Timer(0.05, server.start).start()
-        assert client.handshake(api.Hello(), timeout_s=3, wait_for_server=True).server_version == "fake"
+        assert client.handshake(api.Hello(), timeout_s=30, wait_for_server=True).server_version == "fake"
 
 
 def test_messages_beyond_4_mib(server: FakeServer) -> None:

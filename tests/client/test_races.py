@@ -180,11 +180,11 @@ def test_close_takes_no_longer_than_it_is_told(server: FakeServer, make_worker: 
     client.start()
     client.store(tokens(32), BLOCKS, range=RANGE)
     wait_until(lambda: cache.running)
-    timer = threading.Timer(1.8, lambda: server.run(cache.release))
+    timer = threading.Timer(3.0, lambda: server.run(cache.release))
     timer.start()
     start = time.monotonic()
-    assert client.close(timeout_s=2.0)
-    assert time.monotonic() - start < 3.0
+    assert client.close(timeout_s=5.0)
+    assert time.monotonic() - start < 7.0, "the copy has 5 s and who unregisters what is left of them"
     assert cache.asked("unregister")
     timer.join()
 
@@ -312,8 +312,13 @@ async def test_the_end_of_a_process_is_seen_under_any_descriptor(folder: Path) -
             number = first._pidfd
             watching.cancel()
             first.close()
-            second = ServerLife(b"2" * 16, address)
-            assert second._pidfd == number
+            others = [ServerLife(b"2" * 16, address)]
+            while others[-1]._pidfd != number:  # meanwhile something else may have given a lower one back, or taken it
+                assert len(others) < 50
+                others.append(ServerLife(b"2" * 16, address))
+            second = others.pop()
+            for other in others:
+                other.close()
             while not taken or taken[-1] < 1100:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
             third = ServerLife(b"3" * 16, address)
@@ -351,7 +356,5 @@ def test_no_time_at_all_is_not_the_default_time(server: FakeServer, make_worker:
     server.start(Knobs(hang=["store"]))
     client = make_worker(server.address)
     client.start()
-    start = time.monotonic()
-    results = client.store(tokens(32), BLOCKS, range=RANGE, timeout_s=0).result(5)
-    assert results == (ChunkResult(0, 2, ChunkOutcome.FAILED, "DEADLINE"),)
-    assert time.monotonic() - start < 3
+    results = client.store(tokens(32), BLOCKS, range=RANGE, timeout_s=0).result(15)
+    assert results == (ChunkResult(0, 2, ChunkOutcome.FAILED, "DEADLINE"),), "the default is 30 s"

@@ -103,7 +103,7 @@ async def test_another_major_version_is_refused_with_both_named(version: str, tm
             identity = SpaceIdentity("model", "", "uint8", 1, api.OWN_HASH_ALGORITHM, "")
             worker = WorkerClient(address, RegisterRequest(ENGINE, identity, 0, 0, 1, 1, layout(name)))
             assert not await asyncio.to_thread(worker.start, 2)
-            assert worker.problem is not None and worker.problem.reason is Reason.PROTOCOL_VERSION
+            await until(lambda: worker.problem and worker.problem.reason is Reason.PROTOCOL_VERSION, 30)
             await asyncio.to_thread(worker.close)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.host import host_id
 from kvgrpc.transfer.memory import MemoryMover
 from tests.kvdata import shared_memory
+from tests.ports import free_port
 from tests.served import serving
 
 CHUNK = 16
@@ -82,9 +82,7 @@ async def in_process(address: str) -> AsyncIterator[Place]:
 @contextmanager
 def server_process() -> Iterator[dict[str, str]]:
     """A real server; its addresses by name."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        tcp = f"127.0.0.1:{chosen.getsockname()[1]}"
+    tcp = f"127.0.0.1:{free_port()}"
     flags = ("--chunk-tokens", str(CHUNK), "--l1-size", str(L1_BYTES), "--page-size", "4096", "--listen", tcp)
     with serving(*flags) as served:
         yield {"unix": served.address, "tcp": f"grpc://{tcp}"}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +12,13 @@ import pytest
 
 from tests.deploy.chart import ROOT, Manifest, of_kind, patched_engine, render, values
 from tests.deploy.node import IS_ROOT, Node, Pod, Running, node
+from tests.ports import free_port
 from tests.security.guarded import Authority, new_token, write_access
 
 SMALL = {"l1_size": "64Mi"}
 ENGINE_USER, STRANGER = 4711, 4712
 GOOD = "the bytes are the stored ones"
 OTHER_USER = ["python", str(ROOT / "tests/deploy/other_user.py")]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def test_pod(here: Node, manifests: list[Manifest]) -> Pod:

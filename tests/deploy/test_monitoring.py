@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import urllib.parse
 import urllib.request
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from tests.deploy.chart import CHART, ROOT, of_kind, render
+from tests.ports import free_port
 from tests.served import wait_until
 from tests.telemetry.watched import watched
 
@@ -134,9 +134,7 @@ def selectors(expression: str) -> list[str]:
 @contextlib.contextmanager
 def scraping(target: str, folder: Path) -> Iterator[Prometheus]:
     """A Prometheus that scrapes the target every second and has done it."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        here = f"127.0.0.1:{chosen.getsockname()[1]}"
+    here = f"127.0.0.1:{free_port()}"
     job = {"job_name": "kvgrpc", "static_configs": [{"targets": [target], "labels": LABELS}]}
     config = {"global": {"scrape_interval": "1s"}, "rule_files": [str(ALERTS)], "scrape_configs": [job]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

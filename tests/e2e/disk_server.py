@@ -65,7 +65,7 @@ class DiskServer:
         with self.log_file.open("ab") as log:
             command += [*(["--l1-size", l1_size] if l1_size else []), *self.flags, *flags]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(self._is_open, 30)
+        wait_until(self._is_open, 60)
 
     def _is_open(self) -> bool:
         assert self.process is not None
@@ -85,7 +85,7 @@ class DiskServer:
     def terminate(self) -> int:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)  # beyond the longest --flush-ms of the tests
 
     def close(self) -> None:
         if self.process is not None:
@@ -102,7 +102,7 @@ class DiskServer:
     def counter(self, name: str) -> int:
         return self.status().counters.get(name, 0)
 
-    def wait_written(self, objects: int, timeout_s: float = 20) -> None:
+    def wait_written(self, objects: int, timeout_s: float = 60) -> None:
         wait_until(lambda: self.counter("written_objects") >= objects, timeout_s)
 
     def wait_quiet(self) -> None:
@@ -126,6 +126,20 @@ class DiskServer:
         return total
 
 
+def wait_known(address: str, worker: WorkerClient, scheduler: SchedulerClient) -> None:
+    """Until the server knows both and the engine's memory (before that it cannot know how long objects are), and they
+    know it: who has a session with it no longer takes the last server for alive."""
+    with Client(address, "looker") as operator:
+
+        def known() -> bool:
+            clients = [client for one in operator.list_engines() for client in one.clients]
+            registered = any(client.client_id == worker.client_id and client.registered for client in clients)
+            attached = any(client.client_id == scheduler.client_id and client.attached for client in clients)
+            return registered and attached and worker.attached and scheduler.attached
+
+        wait_until(known, 30)
+
+
 @dataclass
 class DiskEngine:
     """A worker with its memory, and a scheduler."""
@@ -141,12 +155,7 @@ class DiskEngine:
         assert self.scheduler.start(20)
 
     def wait_back(self) -> None:
-        """Until the new server knows the engine's memory: before that it cannot know how long objects are."""
-        with Client(self.address, "looker") as operator:
-            clients = [client for one in operator.list_engines() for client in one.clients]
-            while not (self.scheduler.attached and any(client.registered for client in clients)):
-                wait_until(lambda: self.worker.attached and self.scheduler.attached, 20)
-                clients = [client for one in operator.list_engines() for client in one.clients]
+        wait_known(self.address, self.worker, self.scheduler)
 
     def _is(self, prompt: int) -> None:
         self.image.kv = replace(KV, seed=prompt)

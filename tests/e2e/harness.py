@@ -28,6 +28,7 @@ from typing import Any
 from kvgrpc import api
 from kvgrpc.app import Shown
 from kvgrpc.client.aio import AioClient
+from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.core.cache import Bookkeeper
 from kvgrpc.core.invariants import check
 from kvgrpc.core.types import (
@@ -57,6 +58,8 @@ from tests.kvdata import LAYERS_OUTERMOST, MHA, Arrangement, Image, Kv, shared_m
 
 CHUNK = 16
 BLOCK = 4
+PATIENT = ChannelOptions(call_s=30, copy_s=60)
+"""A machine with other work may stand still for seconds; who tests deadlines names them."""
 
 
 def tokens_of(seed: int, count: int) -> api.Tokens:
@@ -104,7 +107,7 @@ class LocalServer:
 
     def client(self, client_id: str) -> AioClient:
         """A client of this server; closed with it."""
-        client = AioClient(self.address, client_id)
+        client = AioClient(self.address, client_id, PATIENT)
         self.stack.push_async_callback(client.close)
         return client
 
@@ -133,12 +136,13 @@ class LocalServer:
         check(self.book)
 
     def open_shared_memory(self) -> list[str]:
-        """Shared memory objects that this process has open or mapped, but for those the tests map themselves."""
+        """Shared memory objects that this process has open, also the tests' own; not those without a name, which are of
+        earlier tests and go when they are collected."""
         found = []
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return sorted(path for path in found if path.startswith("/dev/shm/"))
+        return sorted(path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)"))
 
 
 class Stream:

@@ -18,13 +18,13 @@ import numpy as np
 from typing_extensions import Buffer
 
 from kvgrpc import api
-from kvgrpc.client import Client, SchedulerClient, WorkerClient
+from kvgrpc.client import SchedulerClient, WorkerClient
 from kvgrpc.core.types import SpaceIdentity, TokenRange
 from kvgrpc.transfer.layout import stored_form
+from tests.e2e.disk_server import wait_known
 from tests.e2e.harness import outcomes
 from tests.kvdata import shared_memory
 from tests.pooled import Bytes, Ids, put, take
-from tests.served import wait_until
 
 CHUNK, LAYERS, BLOCKS = 64, 2, 160
 FILL = 0xA5
@@ -104,18 +104,7 @@ class HybridEngine(Pages):
         engine_id = f"{ENGINE_ID}-{seed}"
         request = api.RegisterRequest(engine_id, identity, 0, 0, 1, 1, layout)
         self.worker, self.scheduler = WorkerClient(address, request), SchedulerClient(address, engine_id, identity)
-        self.address = address
         self._lookups = 0
-
-    def wait_back(self) -> None:
-        """Until the server knows the engine's memory: before that it cannot know how long objects are."""
-        with Client(self.address, "looker") as operator:
-
-            def known() -> bool:
-                clients = [client for one in operator.list_engines() for client in one.clients]
-                return self.scheduler.attached and any(client.registered for client in clients)
-
-            wait_until(lambda: self.worker.attached and known(), 30)
 
     def store(self, prompt: int, chunks: int = CHUNKS, lack_below: Sequence[int] = (0,) * 5) -> list[str]:
         ids = self.take(chunks * CHUNK, lack_below)
@@ -147,7 +136,7 @@ def hybrid_engine(address: str, seed: int) -> Iterator[HybridEngine]:
         try:
             assert one.worker.start(20)
             assert one.scheduler.start(20)
-            one.wait_back()
+            wait_known(address, one.worker, one.scheduler)
             yield one
         finally:
             one.scheduler.close()

@@ -61,9 +61,7 @@ def state(server: LocalServer) -> tuple[object, ...]:
     """Everything that a call without effect leaves as it is, but for records of jobs, which time takes."""
     book = server.book
     counts = replace(book.counts(), jobs=0)
-    # memory of earlier tests goes when it is collected
-    opened = [path for path in server.open_shared_memory() if not path.endswith(" (deleted)")]
-    return counts, book.arena_status(), mapped(server), opened, book.spaces()
+    return counts, book.arena_status(), mapped(server), server.open_shared_memory(), book.spaces()
 
 
 def mapped(server: LocalServer) -> int:

@@ -43,7 +43,7 @@ async def held_store(server: LocalServer, engine: Engine, blocks: Sequence[int] 
     """Another Store of the engine is being copied meanwhile."""
     gate = server.gates.hold(0, Direction.STORE)
     first = asyncio.ensure_future(engine.store(tokens_of(99, 2 * CHUNK), blocks))
-    await asyncio.to_thread(gate.wait_reached, 5)
+    assert await asyncio.to_thread(gate.wait_reached, 30)
     try:
         yield
     finally:

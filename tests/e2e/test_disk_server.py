@@ -268,7 +268,7 @@ def test_a_directory_that_goes_away_and_comes_back(server: DiskServer) -> None:
         for prompt in range(2, 8):
             assert one.store(prompt) == ["STORED"] * CHUNKS
             assert one.load(prompt) == CHUNKS
-        wait_until(lambda: server.counter("failed_writes") > 0, 10)
+        wait_until(lambda: server.counter("failed_writes") > 0, 30)
         server.disk.unlink()
         aside.rename(server.disk)
         back, written, prompt = time.monotonic(), server.counter("written_objects"), 100
@@ -295,7 +295,7 @@ def test_a_directory_that_is_not_there_at_start(server: DiskServer) -> None:
             one.store(int(time.monotonic() * 1000))
             return server.counter("written_objects") > 0
 
-        wait_until(written, 10)
+        wait_until(written, 30)
         assert server.tier().healthy
 
 

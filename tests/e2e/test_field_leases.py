@@ -154,14 +154,14 @@ async def test_unknown_and_ended_jobs_are_final_at_once(tmp_path: Path) -> None:
         unknown = ("NOT_FOUND", "JOB_UNKNOWN", "job_id")
         started = time.monotonic()
         for job_id in (secrets.token_bytes(16), ended.job_id, theirs.job_id):
-            for wait_ms in (0, 5000):
+            for wait_ms in (0, 30_000):
                 assert await refused(engine.scheduler.query(engine.engine_id, job_id, wait_ms)) == unknown
             assert await refused(engine.worker.retrieve(engine.retrieve_request(job_id, TARGET))) == unknown
         nowhere = await refused(engine.lookup(EIGHT, space=SpaceRef(b"m" * 16)))
         assert nowhere == ("FAILED_PRECONDITION", "SPACE_UNKNOWN", "space.space_base")
         empty = await engine.lookup(tokens_of(2, 8 * CHUNK))
         assert (empty.job_id, empty.status.done, empty.status.hit_tokens) == (b"", True, 0)
-        assert time.monotonic() - started < 4, "some poll waited"
+        assert time.monotonic() - started < 25, "some poll waited"
 
 
 async def test_final_stays_readable_until_the_record_goes(tmp_path: Path) -> None:

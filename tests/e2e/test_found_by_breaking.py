@@ -33,7 +33,7 @@ async def held_retrieve(server: LocalServer) -> tuple[Engine, Gate, asyncio.Futu
     hit = await engine.lookup(tokens)
     gate = server.gates.hold(2, Direction.RETRIEVE)
     running = asyncio.ensure_future(engine.retrieve(hit, BLOCKS))
-    await asyncio.to_thread(gate.wait_reached, 5)
+    assert await asyncio.to_thread(gate.wait_reached, 30)
     return engine, gate, running
 
 
@@ -129,7 +129,7 @@ async def test_drained_means_no_copy_runs(tmp_path: Path) -> None:
         tokens = tokens_of(1, 2 * CHUNK)
         gate = server.gates.hold(2, Direction.STORE)
         running = asyncio.ensure_future(engine.store(tokens, BLOCKS))
-        await asyncio.to_thread(gate.wait_reached, 5)
+        assert await asyncio.to_thread(gate.wait_reached, 30)
         await engine.streams[0].close()  # the worker is killed
         await until(lambda: server.book.sessions.ending)
         operator = await server.admin()

@@ -153,14 +153,14 @@ async def test_who_leaves_in_the_middle_holds_nothing(tmp_path: Path) -> None:
 
 async def test_who_takes_nothing_is_ended_and_costs_little(tmp_path: Path) -> None:
     """Back-pressure: the server reads ahead of a slow peer no further than gRPC's windows."""
-    async with local_server(tmp_path, l1_bytes=64 * MIB, limits=WHOLE, copy_deadline_s=1.0) as server:
+    async with local_server(tmp_path, l1_bytes=64 * MIB, limits=WHOLE, copy_deadline_s=3.0) as server:
         engine = await server.engine(kv=BIG, num_blocks=12 * PER_CHUNK)
         tokens = tokens_of(1, 12 * CHUNK)
         await engine.store(tokens, range(12 * PER_CHUNK))
         client, request = await reader_of(server, engine, tokens)
         stream: Any = client.read_chunks(request)
         await anext(stream)
-        await until(lambda: not server.driver.reads.running, 20)
+        await until(lambda: not server.driver.reads.running, 30)
         with pytest.raises(Refusal) as ended:
             async for _ in stream:
                 pass

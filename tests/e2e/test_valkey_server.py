@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[Keys]:
 
 @pytest.fixture
 def server(tmp_path: Path, store: Keys) -> Iterator[RemoteServer]:
-    flags = ("--valkey-url", store.url, "--tier-deadline-ms", "1000")
+    flags = ("--valkey-url", store.url, "--tier-deadline-ms", "3000")
     with contextlib.closing(RemoteServer(tmp_path, *flags)) as one:
         yield one
 

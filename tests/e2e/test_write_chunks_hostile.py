@@ -57,7 +57,7 @@ async def test_who_lies_leaves_nothing_but_whole_chunks(tmp_path: Path) -> None:
 
 
 async def test_who_sends_nothing_is_ended(tmp_path: Path) -> None:
-    async with local_server(tmp_path, l1_bytes=32 * MIB, limits=WHOLE, copy_deadline_s=1.0) as server:
+    async with local_server(tmp_path, l1_bytes=32 * MIB, limits=WHOLE, copy_deadline_s=3.0) as server:
         engine = await server.engine(kv=BIG, num_blocks=2 * PER_CHUNK)
         tokens, parts = tokens_of(1, 2 * CHUNK), parts_of(chunks_of(engine, 0, 2))
 

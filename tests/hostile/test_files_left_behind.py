@@ -16,7 +16,7 @@ import pytest
 
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.stand import Stand, refusal_of, stand, until
-from tests.served import stop
+from tests.served import stand_still, stop
 
 CHUNKS = 8
 BLOCKS = list(range(0, 2 * CHUNKS * PER_CHUNK, 2))
@@ -44,7 +44,7 @@ def started(server: Stand) -> subprocess.Popen[bytes]:
         with socket.socket(socket.AF_UNIX) as probe:
             return probe.connect_ex(str(server.served.socket)) == 0
 
-    until(listens, 20, "the next server")
+    until(listens, 30, "the next server")
     return process
 
 
@@ -126,8 +126,9 @@ def test_socket_and_lock_of_a_dead_server(kind: str) -> None:
         server.served.process.wait()
         assert server.served.socket.exists()
         Path(f"{server.served.socket}.lock").write_bytes(LOCKS[kind]())
+        until(lambda: engine.do("lost"), 30, "the end of its session")
         second = started(server)
-        until(lambda: engine.do("attached"), 5, "the engine's session")
+        until(lambda: engine.do("attached"), 30, "the engine's session")
         engine.do("store", "s", 1, CHUNKS, BLOCKS)
         assert engine.do("ended", "s") == STORED
         assert engine.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
@@ -158,7 +159,7 @@ def test_socket_of_a_server_that_stands_still(tmp_path: Path) -> None:
     """It is not dead: its path is not taken."""
     with stand() as server:
         engine = server.engine()
-        server.served.process.send_signal(signal.SIGSTOP)
+        stand_still(server.served.process.pid)
         said = refusal_of("--socket", str(server.served.socket), "--l1-size", "16MiB", folder=tmp_path)
         server.served.process.send_signal(signal.SIGCONT)
         assert f"process {server.served.process.pid}" in said
@@ -189,9 +190,9 @@ def test_two_servers_that_start_together(tmp_path: Path) -> None:
     words = ["--socket", str(tmp_path / "s"), "--arena-path", str(tmp_path / "arena"), "--l1-size", "16MiB"]
     command = [sys.executable, "-m", "kvgrpc", "serve", *words]
     servers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(3)]
-    until(lambda: sum(server.poll() is None for server in servers) == 1, 30)
+    until(lambda: sum(server.poll() is None for server in servers) == 1, 60)
     winner = next(server for server in servers if server.poll() is None)
-    until(lambda: (tmp_path / "s").exists(), 10)
+    until(lambda: (tmp_path / "s").exists(), 60)
     assert stop(winner) == 0
     for server in servers:
         said = server.communicate()[0].decode()

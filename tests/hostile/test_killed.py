@@ -14,6 +14,7 @@ from tests.hostile.engine import PER_CHUNK
 from tests.hostile.gated import Hold
 from tests.hostile.process import EngineProcess
 from tests.hostile.stand import Stand, stand, until
+from tests.served import stand_still
 
 ROUNDS = 50
 AT_ONCE = 5
@@ -114,7 +115,7 @@ def test_killed_while_the_server_stands_still() -> None:
         before, times = server.counts(), list[float]()
         for wave in range(5):
             mortals = [Mortal(server, ("STORE", "RETRIEVE")[n % 2], wave * AT_ONCE + n, 30) for n in range(AT_ONCE)]
-            server.served.process.send_signal(signal.SIGSTOP)
+            stand_still(server.served.process.pid)
             for mortal in mortals:
                 mortal.engine.do("store_as_it_is", "unread", 999, CHUNKS, BLOCKS)
                 mortal.kill()

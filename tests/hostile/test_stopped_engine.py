@@ -8,6 +8,7 @@ import time
 
 from tests.hostile.engine import PER_CHUNK
 from tests.hostile.stand import stand, until
+from tests.served import stand_still
 
 STOPPED_S = 10.0
 CALLS = 64
@@ -23,7 +24,7 @@ def test_stopped_with_a_full_queue() -> None:
     """One of its copies stands in the middle for half of the time, all others wait behind it. Another engine goes on as
     before, nothing that was asked for is lost, and afterwards it works on."""
     stores, loads = range(CALLS // 2), range(CALLS // 2, CALLS)
-    with stand(gated=True) as server:
+    with stand(gated=True, l1="256MiB") as server:  # more than a neighbour stores in that time, however quick it is
         engine, neighbour = server.engine(calls=CALLS), server.engine()
         for prompt in loads:
             engine.do("store", "first", prompt, 1, blocks(prompt))
@@ -40,7 +41,7 @@ def test_stopped_with_a_full_queue() -> None:
         assert engine.do("ended", "one too many") == [("FAILED", "CALL_LIMIT")]
         until(lambda: server.calls_of(engine) == CALLS, what="a full queue")
 
-        engine.signal(signal.SIGSTOP)
+        stand_still(engine.pid)
         stopped = time.monotonic()
         time.sleep(STOPPED_S / 2)
         assert server.calls_of(engine) == CALLS and server.has(engine)

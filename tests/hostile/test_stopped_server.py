@@ -30,7 +30,7 @@ from tests.hostile.engine import PER_CHUNK
 from tests.hostile.process import EngineProcess
 from tests.hostile.stand import Stand, stand, until
 from tests.kvdata import LAYERS_OUTERMOST, MHA, Image
-from tests.served import stop
+from tests.served import stand_still, stop
 
 DEADLINE_S = 0.5
 SLACK_S = 2.0
@@ -61,7 +61,7 @@ async def test_every_call_ends_at_its_deadline() -> None:
         async with AioClient(server.served.address, "waiting", options) as client:
             session = client.attach(engine_id, Role.WORKER, secrets.token_bytes(16))
             await anext(session)
-            server.served.process.send_signal(signal.SIGSTOP)
+            stand_still(server.served.process.pid)
             late = {
                 "handshake": client.handshake(api.Hello()),
                 "register": client.register(
@@ -99,7 +99,7 @@ async def test_every_call_ends_at_its_deadline() -> None:
 def test_lookups_of_an_engine_are_misses_within_their_time() -> None:
     with stand() as server:
         engine = server.engine()
-        server.served.process.send_signal(signal.SIGSTOP)
+        stand_still(server.served.process.pid)
         for prompt in range(5):
             began = time.monotonic()
             assert engine.do("lookup", prompt, 8, 0.2)[1:] == (0, b"", "DEADLINE")
@@ -129,7 +129,7 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
             hold = server.hold(engine, direction, 10)
             engine.do("storm", KEPT, prompt, CALLS, CHUNKS, DEADLINE_S)
             hold.wait_reached()
-            server.served.process.send_signal(signal.SIGSTOP)
+            stand_still(server.served.process.pid)
             time.sleep(DEADLINE_S + 0.1)
             waiting = engine.do("pending")
             assert len(waiting) >= CALLS // 2, "the deadline gave blocks away"
@@ -153,11 +153,15 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
 
 
 def test_thirty_stops_under_storms_of_copies() -> None:
-    """Stops at any time, of a server that copies as it does in service; deadlines that end before, during and after."""
+    """Stops at any time, of a server that copies as it does in service; deadlines that end before, during and after.
+    How many copies a stop meets is the machine's matter: storms go on until every end was seen."""
     chance, outcomes = random.Random(11), Counter[tuple[str, str]]()
+    wanted = {("LOADED", ""), ("STORED", ""), ("TORN", "DEADLINE"), ("FAILED", "DEADLINE")}
     with stand() as server:
         witness, engine = kept(server), server.engine(num_blocks=len(ALL))
-        for storm in range(STORMS):
+        for storm in range(20 * STORMS):
+            if storm >= STORMS and outcomes.keys() >= wanted:
+                break
             engine.do("fill")
             engine.do("storm", KEPT, storm * 100, CALLS, CHUNKS, chance.choice((0.01, 0.05, 0.1, 10.0)))
             time.sleep(chance.random() * 0.01)
@@ -175,8 +179,7 @@ def test_thirty_stops_under_storms_of_copies() -> None:
         server.assert_well()
     print(outcomes)
     assert ("PENDING", "") not in outcomes
-    assert outcomes["LOADED", ""] and outcomes["STORED", ""], "every stop came too early"
-    assert outcomes["TORN", "DEADLINE"] and outcomes["FAILED", "DEADLINE"], "every stop came too late"
+    assert outcomes.keys() >= wanted, "stops came too early or too late"
 
 
 def test_server_that_dies_while_it_stands_still() -> None:
@@ -186,8 +189,8 @@ def test_server_that_dies_while_it_stands_still() -> None:
         for _ in range(3):
             engine.do("fill")
             engine.do("storm", KEPT, 100, CALLS, CHUNKS, 0.1)
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(0.3)
+            stand_still(process.pid)
+            time.sleep(1.0)  # ten deadlines, so that all have passed on a busy machine, too
             waiting = engine.do("pending")
             process.kill()
             process.wait()
@@ -196,9 +199,10 @@ def test_server_that_dies_while_it_stands_still() -> None:
                 ("FAILED", "DEADLINE"),
                 ("TORN", "DEADLINE"),
             }
+            until(lambda: engine.do("lost"), 30, "the end of its session")
             process = subprocess.Popen(process.args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
             server.stack.callback(stop, process)
-            until(lambda: engine.do("attached"), 20, "a session with the next server")
+            until(lambda: engine.do("attached"), 30, "a session with the next server")
             assert engine.do("dead_canaries") == []
             engine.do("forget")
             engine.do("store", "kept", KEPT, CHUNKS, ALL[: CHUNKS * PER_CHUNK])

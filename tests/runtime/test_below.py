@@ -98,7 +98,7 @@ async def test_tiers_that_do_not_answer_are_asked_at_once(tmp_path: Path) -> Non
         began_s = time.monotonic()
         status = await operator.get_status()
         took_s = time.monotonic() - began_s
-        assert admin.TIER_ANSWER_S <= took_s < 2 * admin.TIER_ANSWER_S
+        assert admin.TIER_ANSWER_S <= took_s < 4 * admin.TIER_ANSWER_S, "five, one after the other?"
         said = {one.name: (one.healthy, one.used_bytes > 0, one.counters.get("silent", 0)) for one in status.tiers}
         assert [one.name for one in status.tiers] == list(tiers)
         assert said.pop("quick") == (True, True, 0)
@@ -107,7 +107,7 @@ async def test_tiers_that_do_not_answer_are_asked_at_once(tmp_path: Path) -> Non
         began_s = time.monotonic()
         found = await operator.inspect(engine.space, tokens_of(1, CHUNK))
         took_s = time.monotonic() - began_s
-        assert admin.TIER_INSPECT_S <= took_s < 1.5 * admin.TIER_INSPECT_S
+        assert admin.TIER_INSPECT_S <= took_s < 4 * admin.TIER_INSPECT_S, "five, one after the other?"
         assert set(found.silent_tiers) == {one.name for one in slow}
         assert found.tier_ranks == ({"quick": 1},)
         for one in slow:

@@ -68,7 +68,7 @@ def attach(session: bytes = b"t" * 16) -> engine_pb2.AttachRequest:
     return engine_pb2.AttachRequest(engine_id=ENGINE, role=engine_pb2.CLIENT_ROLE_WORKER, session_id=session)
 
 
-async def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not become true in time"

@@ -107,7 +107,7 @@ async def test_the_session_of_a_peer_that_reads_nothing_is_closed_when_it_leaves
     for _ in range(200):
         events.put_nowait(api.AttachEvent(True, reason="r" * 100_000))
     await until(lambda: events.qsize() < 200)
-    await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 5)
+    await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 30)
     assert events.qsize() > 0
     await stubs.channel.close()
     await until(lambda: world.cache.streams_open == 0)
@@ -185,6 +185,6 @@ async def test_one_stuck_call_does_not_hold_others(world: World, stubs: Stubs) -
     stuck = [asyncio.ensure_future(stubs.cache.Store(asks.store(), metadata=METADATA)) for _ in range(50)]
     await until(lambda: world.cache.entered.get("store") == 50)
     for _ in range(20):
-        await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 1)
+        await asyncio.wait_for(stubs.cache.QueryPrefetchStatus(asks.query(), metadata=METADATA), 10)
     world.cache.released.set()
     await asyncio.gather(*stuck)

@@ -75,7 +75,7 @@ async def test_without_a_client_id_nothing_reaches_the_cache(world: World, stubs
 
 
 async def test_a_call_without_a_deadline_gets_the_default(world: World) -> None:
-    stubs = Stubs(world.channel(await world.start(deadline_s=0.2, copy_deadline_s=2.0)))
+    stubs = Stubs(world.channel(await world.start(deadline_s=0.2, copy_deadline_s=4.0)))
     world.cache.hold |= {"lookup", "retrieve"}
     start = time.monotonic()
     details = await refused(stubs.cache.Lookup(asks.lookup(), metadata=METADATA))
@@ -84,14 +84,14 @@ async def test_a_call_without_a_deadline_gets_the_default(world: World) -> None:
     details = await refused(stubs.cache.Retrieve(asks.retrieve(), metadata=METADATA))
     long_s = time.monotonic() - start - short_s
     assert (details.code, details.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE")
-    assert 0.2 <= short_s < 2.0 <= long_s < 20
+    assert 0.2 <= short_s < 4.0 <= long_s < 20
     assert world.cache.cancelled == ["lookup", "retrieve"]
 
 
 async def test_copies_may_have_the_shorter_default(world: World) -> None:
     stubs = Stubs(world.channel(await world.start(deadline_s=30, copy_deadline_s=0.2)))
     world.cache.hold.add("store")
-    details = await refused(asyncio.wait_for(stubs.cache.Store(asks.store(), metadata=METADATA), 5))
+    details = await refused(asyncio.wait_for(stubs.cache.Store(asks.store(), metadata=METADATA), 20))
     assert details.reason == "DEADLINE"
 
 
@@ -152,7 +152,7 @@ async def test_abandoned_calls_leave_nothing_behind(world: World) -> None:
         calls = [stubs.cache.Retrieve(asks.retrieve(), metadata=METADATA, timeout=0.02) for _ in range(4)]
         await asyncio.gather(*(call.code() for call in calls))
         await until(lambda: server.traffic.limited_calls == 0)
-        assert await stubs.cache.Lookup(asks.lookup(), metadata=METADATA, timeout=1)
+        assert await stubs.cache.Lookup(asks.lookup(), metadata=METADATA, timeout=30)
     assert server.traffic.holding_calls == 0
 
 

@@ -147,8 +147,8 @@ async def test_a_signal_drains_the_process(world: World, number: signal.Signals)
         session: Any = Stubs(channel).engine.Attach(asks.attach(), metadata=METADATA)
         await session.read()
         child.send_signal(number)
-        assert (await asyncio.wait_for(session.read(), 5)).draining.reason
-    assert await asyncio.wait_for(child.wait(), 10) == 0
+        assert (await asyncio.wait_for(session.read(), 30)).draining.reason
+    assert await asyncio.wait_for(child.wait(), 30) == 0
     assert not world.socket.exists()
 
 
@@ -162,11 +162,11 @@ async def test_a_second_signal_stops_at_once(world: World) -> None:
         await until_running(stubs)
         start = time.monotonic()
         child.send_signal(signal.SIGTERM)
-        assert (await asyncio.wait_for(session.read(), 5)).draining.reason
+        assert (await asyncio.wait_for(session.read(), 30)).draining.reason
         assert child.returncode is None
         child.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(child.wait(), 10) == 0
-        assert time.monotonic() - start < 15
+        assert await asyncio.wait_for(child.wait(), 30) == 0
+        assert time.monotonic() - start < 20, "it waited for the call"
         with pytest.raises(grpc.aio.AioRpcError):
             await running
 

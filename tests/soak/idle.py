@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import multiprocessing
 import secrets
-import socket
 import time
 from array import array
 from contextlib import AsyncExitStack
@@ -27,6 +26,7 @@ from kvgrpc.bench.engine import BLOCK, CHUNK, Paging, working
 from kvgrpc.client import AioClient, Client
 from kvgrpc.core.types import Role
 from tests.fuzz.run import resident_bytes
+from tests.ports import free_port
 from tests.served import serving
 
 IDLE, BUSY = 200, 8
@@ -114,15 +114,9 @@ def _run_busy(address: str, ready: Connection) -> None:
     asyncio.run(_busy(address, ready))
 
 
-def _free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
-
-
 def idle(seconds: float) -> Idled:
     """Raises AssertionError when health says anything but SERVING."""
-    port = _free_port()
+    port = free_port()
     flags = ("--listen", f"127.0.0.1:{port}", "--l1-size", "64MiB", "--clients", "256")
     with serving(*flags) as server:
         others = [(_run_idle, f"127.0.0.1:{port}"), (_run_busy, server.address)]

@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.stores import Store, free_port
+from tests.ports import free_port
+from tests.served import stand_still
+from tests.tiers.stores import Store
 
 ROOT = Path(__file__).parents[2]
 VERBS = ROOT / "build/verbs"
@@ -86,8 +88,12 @@ class Mooncake(Store):
             self.holder = None
 
     def signal_holder(self, number: signal.Signals) -> None:
+        """After SIGSTOP it stands still at once."""
         assert self.holder is not None
-        self.holder.send_signal(number)
+        if number == signal.SIGSTOP:
+            stand_still(self.holder.pid)
+        else:
+            self.holder.send_signal(number)
 
     def kill(self) -> None:
         self.kill_master()

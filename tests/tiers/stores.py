@@ -14,15 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_port
+from tests.served import stand_still
+
 BUCKET = "kvgrpc-tests"
 START_S = 60.0
 """On a busy machine."""
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def answers(port: int) -> bool:
@@ -52,8 +49,12 @@ class Store:
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
+        """After SIGSTOP it stands still at once."""
         assert self.process is not None
-        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stand_still(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -240,7 +241,7 @@ def cluster(folder: Path, program: str, nodes: int = 3) -> Iterator[list[Keys]]:
     try:
         for number in range(nodes):
             (folder / str(number)).mkdir()
-            node = Keys(folder / str(number) / "keys.log", program, _cluster_port())
+            node = Keys(folder / str(number) / "keys.log", program, free_port())
             found.append(node)
             node.start("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         edges = [16384 * number // nodes for number in range(nodes + 1)]
@@ -255,13 +256,6 @@ def cluster(folder: Path, program: str, nodes: int = 3) -> Iterator[list[Keys]]:
     finally:
         for node in found:
             node.kill()
-
-
-def _cluster_port() -> int:
-    """One whose bus, 10,000 above it, is a port, too."""
-    while (port := free_port()) > 55_000:
-        pass
-    return port
 
 
 def _whole(node: Keys, nodes: int) -> bool:

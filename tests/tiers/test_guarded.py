@@ -18,7 +18,8 @@ from tests.e2e.harness import until
 from tests.tiers.conformance import TierConformance, data, fault_of, object_name, parts, read, write
 
 DELAY_NS = 50_000_000
-SETTINGS = GuardSettings(0.1, 0.05, BreakerSettings(3, DELAY_NS, 4 * DELAY_NS))
+BREAKER = BreakerSettings(3, DELAY_NS, 4 * DELAY_NS)
+SETTINGS = GuardSettings(30.0, 0.05, BREAKER)
 
 
 class Clock:
@@ -49,9 +50,9 @@ class TestGuardedTier(TierConformance):
         return self._memory(tier).get_raw(name)
 
 
-def guarded() -> tuple[Guarded, FaultyTier, Clock]:
+def guarded(settings: GuardSettings = SETTINGS) -> tuple[Guarded, FaultyTier, Clock]:
     faulty, clock = FaultyTier(MemoryTier()), Clock()
-    return Guarded(faulty, SETTINGS, clock), faulty, clock
+    return Guarded(faulty, settings, clock), faulty, clock
 
 
 async def test_a_failing_tier_is_left_alone_and_asked_again() -> None:
@@ -102,12 +103,12 @@ async def test_objects_that_are_damaged_or_missing_say_nothing_of_the_tier() -> 
 
 
 async def test_a_call_that_hangs_ends_at_its_deadline_and_opens_the_breaker() -> None:
-    tier, faulty, clock = guarded()
+    tier, faulty, clock = guarded(GuardSettings(0.5, 0.05, BREAKER))
     object = await write(tier, "a", 64)
     faulty.hang()
     began = time.monotonic()
     assert await asyncio.gather(*(fault_of(tier, object) for _ in range(3))) == [FaultReason.TIMEOUT] * 3
-    assert 0.1 <= time.monotonic() - began < 10
+    assert 0.5 <= time.monotonic() - began < 10
     assert await fault_of(tier, object) is FaultReason.SKIPPED
     faulty.resume()
     clock.now += DELAY_NS
@@ -131,14 +132,16 @@ async def test_reads_that_nobody_waited_for_long_enough_count() -> None:
 async def test_buffers_are_let_go_before_a_read_ends() -> None:
     """A tier that ends its work late ends the call late; the breaker does not wait for it."""
 
+    let_go = asyncio.Event()
+
     class Stubborn(FaultyTier):
         ended = False
 
         async def read(self, object: object, into: object) -> None:
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(60)
             finally:
-                await asyncio.sleep(0.1)
+                await let_go.wait()
                 self.ended = True
 
     stubborn = Stubborn(MemoryTier())
@@ -147,6 +150,8 @@ async def test_buffers_are_let_go_before_a_read_ends() -> None:
     await until(lambda: not tier.healthy)
     assert not reading.done()
     reading.cancel()
+    assert not (await asyncio.wait((reading,), timeout=0.1))[0]
+    let_go.set()
     with pytest.raises((TierFault, asyncio.CancelledError)):
         await reading
     assert stubborn.ended

@@ -96,10 +96,10 @@ async def test_cancelled_read_never_touches_its_buffer_again(tier: MemoryTier) -
 
 async def test_delay_is_waited_for(tier: MemoryTier) -> None:
     object = await write(tier, "a", 64)
-    tier.delay_s = 0.05
+    tier.delay_s = 0.2
     started = time.monotonic()
     await asyncio.gather(*(read(tier, object) for _ in range(20)))
-    assert 0.04 <= time.monotonic() - started < 0.95, "reads wait beside each other"
+    assert 0.19 <= time.monotonic() - started < 3.8, "reads wait beside each other"
 
 
 async def test_told_fault_hits_every_call_and_writes_leave_nothing(tier: MemoryTier) -> None:

@@ -20,9 +20,9 @@ from kvgrpc.tiers.envelope import HEADER_BYTES
 from kvgrpc.tiers.guarded import Guarded, GuardSettings
 from kvgrpc.tiers.mooncake import MooncakeTier, object_key
 from tests.e2e.harness import until
+from tests.ports import free_port
 from tests.tiers.conformance import TierConformance, data, fault_of, object_name, parts, read, write
 from tests.tiers.mooncakes import Mooncake, client_of, mooncake
-from tests.tiers.stores import free_port
 
 DEADLINE_S = 20.0
 SMALL_PIECE = 16 << 10
@@ -223,7 +223,7 @@ async def test_a_master_that_stands_still_holds_up_nobody(own: Mooncake, connect
         assert time.monotonic() - began < 30
     finally:
         own.signal(signal.SIGCONT)
-    assert watching.end() < 1.0, "on a busy machine"
+    assert watching.end() < 2.5, "on a busy machine"
     await back_in_use(tier, object, "a")
     await tier.close()
 

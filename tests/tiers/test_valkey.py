@@ -20,8 +20,9 @@ from kvgrpc.tiers.guarded import Guarded, GuardSettings
 from kvgrpc.tiers.valkey import Login, ValkeyTier, ValkeyVersions, connect, object_key
 from kvgrpc.tiers.versions import begin_at, begin_both, save_at
 from tests.e2e.harness import until
+from tests.ports import free_port
 from tests.tiers.conformance import TierConformance, data, fault_of, object_name, parts, read, write
-from tests.tiers.stores import Keys, Proxy, cluster, free_port, keys, redis_program, valkey_program
+from tests.tiers.stores import Keys, Proxy, cluster, keys, redis_program, valkey_program
 
 TTL_MS = 600_000
 DEADLINE_S = 30.0

@@ -68,16 +68,16 @@ async def test_a_tier_that_is_still_counted_is_well(store: Keys, monkeypatch: py
     real = valkey._lengths
 
     def slow(client: object, keys: list[object]) -> int:
-        time.sleep(0.2)
+        time.sleep(0.5)
         return real(client, keys)
 
     monkeypatch.setattr(valkey, "_lengths", slow)
     tier = ValkeyTier(store.url, TTL_MS, 30.0)
-    seen = [await asyncio.wait_for(tier.usage(), 1.5)]
+    seen = [await asyncio.wait_for(tier.usage(), 4.0)]
     assert 0 < seen[0] < 50_000
     await tier.write(object_name("a", 8), parts(bytes(8)))
     while tier._usage._counting is not None:
-        seen.append(await asyncio.wait_for(tier.usage(), 1.5))
+        seen.append(await asyncio.wait_for(tier.usage(), 4.0))
     assert seen == sorted(seen)
     assert 50_000 < await tier.usage() < 60_000
     await tier.close()
