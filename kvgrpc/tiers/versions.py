@@ -99,10 +99,10 @@ class KeptVersions:
         the first of those."""
         failed: list[OSError] = []
         places = [partial(save_at, self.shared)] if self.shared is not None else []
-        if self.beside_arena is not None:
-            places.append(partial(version_file.save, self.beside_arena))
         if self.beside_disk is not None:
             places.append(partial(self._save_beside, self.beside_disk))
+        if self.beside_arena is not None:
+            places.append(partial(version_file.save, self.beside_arena))
         for save in places:
             try:
                 save(before, after)
