@@ -8,6 +8,7 @@ none yet begins at a version that nobody used, since nobody knows what its objec
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +58,8 @@ class KeptVersions:
     """What the server began with, and what is in force by now."""
     _old: bool = False
     """The disk's file could not be read yet, and old objects may be found."""
+    _folder: os.stat_result | None = None
+    """That of the disk's file, when it was read last."""
     _checking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -73,7 +76,9 @@ class KeptVersions:
             return begin_both(self.shared, self.beside_disk or self.beside_arena)
         left = _beside(self.beside_arena)
         try:
-            return version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
+            versions = version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
+            self._folder = os.stat(self.beside_disk.parent)
+            return versions
         except OSError as error:
             sentence = "nothing older will be found" if left is None else "those beside the arena are used"
             log.warning(f"versions of spaces cannot be read; {sentence}", reason=str(error))
@@ -82,17 +87,19 @@ class KeptVersions:
 
     def check_disk(self) -> None:
         """Before the disk tier is opened, each time: it may be another folder than before. What this server has cleared
-        is written there, too. Blocks. Raises OSError: others have cleared there what this server, which began with what
-        lies beside its arena, would find."""
+        is written there, too. Blocks. Raises OSError: others have cleared in another folder, or in one that was away,
+        what this server would find."""
         assert self.beside_disk is not None
         with self._checking:
+            folder = os.stat(self.beside_disk.parent)
+            other = self._folder is not None and not os.path.samestat(folder, self._folder)
             version_file.begin_there(self.beside_disk, self._now)
             if self._now != self._began:
                 version_file.save(self.beside_disk, self._began, self._now)
-            if self._old and not version_file.same(version_file.begin_there(self.beside_disk), self._now):
+            if (self._old or other) and not version_file.same(version_file.begin_there(self.beside_disk), self._now):
                 sentence = "others have cleared what lies there; it is found again after the next start"
                 raise OSError(errno.ESTALE, sentence)
-            self._old = False
+            self._old, self._folder = False, folder
 
     def save(self, before: Versions, after: Versions) -> None:
         """Keeps what has changed, durably, wherever versions are kept, also if that fails at one place. Raises OSError:

@@ -179,6 +179,33 @@ def test_a_new_folder_in_its_place_begins_with_what_is_in_force(server: Server) 
     assert server.start().begin() == CLEARED
 
 
+def test_a_server_that_began_over_a_mount_point_finds_nothing_old_in_what_is_mounted_later(server: Server) -> None:
+    """It began at the versions of a new folder, of which there may be objects that were cleared."""
+    server.take_away()
+    server.disk.mkdir()
+    kept = server.start(arena=False)
+    assert kept.begin() == NO_VERSIONS
+    kept.check_disk()
+    server.beside_disk.unlink()
+    for left in server.disk.iterdir():
+        left.unlink()
+    server.disk.rmdir()
+    server.bring_back()
+    with pytest.raises(OSError, match="others have cleared"):
+        kept.check_disk()
+    assert server.start(arena=False).begin() == OLD
+
+
+def test_what_others_cleared_in_the_same_folder_does_not_close_it(server: Server) -> None:
+    """Each is told of it, and moves its versions by a step of its own."""
+    kept = server.start()
+    kept.begin()
+    kept.check_disk()
+    save(server.beside_disk, OLD, CLEARED)
+    kept.check_disk()
+    assert load(server.beside_disk) == CLEARED
+
+
 def test_first_use(tmp_path: Path) -> None:
     server = Server(tmp_path)
     assert server.start().begin() == NO_VERSIONS
