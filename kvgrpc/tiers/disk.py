@@ -161,12 +161,25 @@ class DiskTier:
             log.warning("the disk tier cannot be read yet", directory=str(self._directory), reason=fault.message)
             self._lose(slot)
             return
+        if self._slot is not slot:
+            return  # it was lost meanwhile
         self._index = OrderedDict((name, size - HEADER_BYTES) for _, name, size in found)
         self._used = sum(map(file_bytes, self._index.values()))
         self._last_use_ns = max(self._last_use_ns, found[-1][0] if found else 0)
         self._scanned.set()
         took_ms = round((time.monotonic() - began) * 1000)
         log.info("disk tier is open", folder=str(slot.folder), objects=len(found), bytes=self._used, took_ms=took_ms)
+
+    async def _is_gone(self, slot: Slot) -> bool:
+        """Whether the folder went away, or another is in its place."""
+        try:
+            await self._run(self._readers, slot.check)
+        except TierFault as fault:
+            if self._slot is slot:
+                log.warning("the disk tier's folder is gone", folder=str(slot.folder), reason=fault.message)
+            self._lose(slot)
+            return True
+        return False
 
     def _lose(self, slot: Slot) -> None:
         """The folder is not what it was: the next call opens it anew."""
@@ -210,6 +223,8 @@ class DiskTier:
         except TierFault as fault:
             if fault.reason in DAMAGED and not isinstance(fault, OtherLength):
                 await self._set_aside(slot, object.name)
+            elif await self._is_gone(slot):
+                pass  # nothing is known of the object
             elif isinstance(fault, TierMiss):
                 self._forget(object.name)
             elif fault.reason is FaultReason.IO:
@@ -272,18 +287,20 @@ class DiskTier:
                         raise
                 async with self._claiming:  # the device is full, whatever the limit; others may be quicker
                     await self._evict(slot, size)
-            self._forget(name)
-            self._index[name] = object.size_bytes
-            self._used += size
+            if self._slot is slot:
+                self._forget(name)
+                self._index[name] = object.size_bytes
+                self._used += size
         except TierFault as fault:
-            if fault.reason is FaultReason.IO and not await self._run(self._writers, os.path.exists, slot.aside):
-                self._lose(slot)
+            if fault.reason is FaultReason.IO:
+                await self._is_gone(slot)
             raise
         finally:
             del self._coming[name]
             ended.set_result(None)
 
     def _write(self, cancelled: Cancelled, slot: Slot, object: ObjectName, data: Sequence[memoryview]) -> None:
+        slot.check()  # or it goes where another server is, and nobody counts it
         aside = slot.aside / f"{object.name}.{next(self._numbers)}"
         write_object(slot.path(object.name), aside, object, data, self._direct, cancelled, self._mark)
 
@@ -308,7 +325,7 @@ class DiskTier:
             victims.append(name)
             freed += file_bytes(size_bytes)
         if victims:
-            await self._run(self._writers, _unlink_all, [slot.path(name) for name in victims])
+            await self._run(self._writers, _unlink_all, slot, victims)
             for name in victims:
                 self._forget(name)
             self._counts["evicted_objects"] += len(victims)
@@ -320,6 +337,8 @@ class DiskTier:
         self._forget(name)
 
     async def usage(self) -> int:
+        if self._slot is not None:
+            await self._is_gone(self._slot)
         await self._open()
         await self._scanned.wait()
         return self._used
@@ -372,6 +391,7 @@ def _give_back(done: Future[tuple[Slot, str]]) -> None:
         done.result()[0].close()
 
 
-def _unlink_all(paths: Sequence[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
+def _unlink_all(slot: Slot, names: Sequence[str]) -> None:
+    slot.check()
+    for name in names:
+        slot.path(name).unlink(missing_ok=True)

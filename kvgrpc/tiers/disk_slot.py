@@ -13,6 +13,7 @@ Threads: every function blocks, and may run on any thread.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -32,12 +33,18 @@ class Slot:
         self.folder = folder
         self.aside = folder / "aside"
         self._fd = fd
+        self._lock = os.fstat(fd)
 
     def close(self) -> None:
         """Others may take the folder."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def check(self) -> None:
+        """Raises OSError when the folder is not there any more, or another is in its place."""
+        if not os.path.samestat(os.stat(self.folder / "lock"), self._lock):
+            raise OSError(errno.ESTALE, f"{self.folder} is not the folder that was opened")
 
     def path(self, name: str) -> Path:
         """Where the object is."""

@@ -132,6 +132,11 @@ def _last(path: Path) -> tuple[Versions | None, bool]:
         return None, True
 
 
+def is_new(path: Path) -> bool:
+    """Whether neither versions nor objects were ever kept there. Raises OSError when the folder is away."""
+    return not os.path.lexists(path) and not any(entry.startswith("slot-") for entry in os.listdir(path.parent))
+
+
 def same(one: Versions, other: Versions) -> bool:
     """Whether every space has one version in both."""
     spaces = [(base, digest) for both in (one, other) for digest, (base, _) in both.spaces.items()]

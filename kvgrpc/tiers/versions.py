@@ -8,7 +8,9 @@ none yet begins at a version that nobody used, since nobody knows what its objec
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+import os
+import threading
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -51,10 +53,14 @@ class KeptVersions:
     shared: VersionPlace | None
     beside_disk: Path | None
     beside_arena: Path | None
-    _away: tuple[Versions, Versions] | None = None
-    """While the disk's file could not be read yet: what the server began with, and what is in force by now."""
+    _began: Versions = NO_VERSIONS
+    _now: Versions = NO_VERSIONS
+    """What the server began with, and what is in force by now."""
     _old: bool = False
-    """With that, old objects may be found."""
+    """The disk's file could not be read yet, and old objects may be found."""
+    _folder: os.stat_result | None = None
+    """That of the disk's file, when it was read last."""
+    _checking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def outlive(self) -> bool:
@@ -62,47 +68,62 @@ class KeptVersions:
 
     def begin(self) -> Versions:
         """What a server begins with."""
+        self._began = self._now = self._begin()
+        return self._began
+
+    def _begin(self) -> Versions:
         if self.shared is not None or self.beside_disk is None:
             return begin_both(self.shared, self.beside_disk or self.beside_arena)
         left = _beside(self.beside_arena)
         try:
-            return version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
+            versions = version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
+            self._folder = os.stat(self.beside_disk.parent)
+            return versions
         except OSError as error:
             sentence = "nothing older will be found" if left is None else "those beside the arena are used"
             log.warning(f"versions of spaces cannot be read; {sentence}", reason=str(error))
-        began, self._old = left or version_file.unused(), left is not None
-        self._away = (began, began)
-        return began
+        self._old = left is not None
+        return left or version_file.unused()
 
     def check_disk(self) -> None:
-        """Before the disk tier is opened. What was cleared while it was away is written there, too. Blocks. Raises
-        OSError: others have cleared there what this server, which began with what lies beside its arena, would find."""
-        if self._away is None:
-            return
+        """Before the disk tier is opened, each time: it may be another folder than before. What this server has cleared
+        is written there, too. Blocks. Raises OSError: others have cleared in another folder, or in one that was away,
+        what this server would find."""
         assert self.beside_disk is not None
-        began, now = self._away
-        version_file.begin_there(self.beside_disk, began)
-        if now != began:
-            version_file.save(self.beside_disk, began, now)
-        if self._old and not version_file.same(version_file.begin_there(self.beside_disk), now):
-            raise OSError(errno.ESTALE, "others have cleared what lies there; it is found again after the next start")
-        self._away = None
+        with self._checking:
+            folder = os.stat(self.beside_disk.parent)
+            other = self._folder is not None and not os.path.samestat(folder, self._folder)
+            version_file.begin_there(self.beside_disk, self._now)
+            if self._now != self._began:
+                version_file.save(self.beside_disk, self._began, self._now)
+            if (self._old or other) and not version_file.same(version_file.begin_there(self.beside_disk), self._now):
+                sentence = "others have cleared what lies there; it is found again after the next start"
+                raise OSError(errno.ESTALE, sentence)
+            self._old, self._folder = False, folder
 
     def save(self, before: Versions, after: Versions) -> None:
         """Keeps what has changed, durably, wherever versions are kept, also if that fails at one place. Raises OSError:
         the first of those."""
         failed: list[OSError] = []
-        if self._away is not None:
-            self._away = (self._away[0], after)
         places = [partial(save_at, self.shared)] if self.shared is not None else []
-        paths = [path for path in (self.beside_disk, self.beside_arena) if path is not None]
-        for save in (*places, *(partial(version_file.save, path) for path in paths)):
+        if self.beside_disk is not None:
+            places.append(partial(self._save_beside, self.beside_disk))
+        if self.beside_arena is not None:
+            places.append(partial(version_file.save, self.beside_arena))
+        for save in places:
             try:
                 save(before, after)
             except OSError as error:
                 failed.append(error)
         if failed:
             raise failed[0]
+
+    def _save_beside(self, disk: Path, before: Versions, after: Versions) -> None:
+        with self._checking:
+            self._now = after
+            if version_file.is_new(disk):  # what is not there yet is not cleared by writing here
+                raise OSError(errno.ESTALE, f"{disk.parent} is another folder than before")
+            version_file.save(disk, before, after)
 
 
 def begin_both(place: VersionPlace | None, path: Path | None) -> Versions:

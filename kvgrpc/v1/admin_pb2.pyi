@@ -276,7 +276,9 @@ class GetStatusResponse(_message.Message):
     draining: _builtins.bool
     """Draining on SIGTERM."""
     chunks: _builtins.int
-    """Complete chunks of all spaces that can be found."""
+    """Complete chunks of all spaces that can be found. Here and wherever chunks and their pins are counted, but for Inspect, each part of a
+    chunk of a hybrid model counts as one.
+    """
     spaces: _builtins.int
     """Spaces with data."""
     engines: _builtins.int
@@ -918,7 +920,9 @@ class InspectedChunk(_message.Message):
     key: _builtins.bytes
     """As in the request, or as the server makes it of tokens."""
     ready_ranks: _builtins.int
-    """KV ranks whose object is in L1. A hit needs those of all KV ranks that its engine wants."""
+    """KV ranks whose object is in L1; of a chunk in parts (hybrid models), here and below, that of the first. A hit needs those of all KV
+    ranks that its engine wants.
+    """
     writing_ranks: _builtins.int
     """KV ranks whose object is on its way into L1."""
     bytes: _builtins.int
@@ -929,7 +933,7 @@ class InspectedChunk(_message.Message):
     """Retention and operator pins that keep it."""
     @_builtins.property
     def tier_ranks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """KV ranks whose object a lower tier says it has, by tier; of a chunk in parts the first, as above. Absent: none, or the tier was not
+        """KV ranks whose object a lower tier says it has, by tier; of a chunk in parts the first. Absent: none, or the tier was not
         asked about it.
         """
 

@@ -82,3 +82,44 @@ def test_the_named_arena_is_served_without_it_and_the_disk_when_it_is_back(tmp_p
             one.wait_back()
             assert (one.load(1), one.load(2)) == (CHUNKS, CHUNKS), "from the disk"
             assert server.tier().counters["reads"] == 2 * CHUNKS
+
+
+def test_what_was_cleared_after_it_went_away_does_not_come_back_with_it(tmp_path: Path) -> None:
+    """The server had it, and lost it: the Clear is refused, and holds all the same once the folder is in use again."""
+    with contextlib.closing(DiskServer(tmp_path)) as server:
+        server.start()
+        with engine(server.address) as one, Client(server.address, "operator") as operator:
+            assert one.store(1) == ["STORED"] * CHUNKS
+            server.wait_written(CHUNKS)
+            aside = away(server)
+            with pytest.raises(Refusal) as refused:
+                operator.clear(api.ClearTarget(all=True))
+            assert refused.value.reason is Reason.STATE_UNSAVED
+            assert one.load(1) == 0
+            assert not server.tier().healthy, "an operator sees that it is away"
+            aside.rename(server.disk)
+            wait_open(server, one)
+            assert one.store(2) == ["STORED"] * CHUNKS
+            server.wait_written(CHUNKS * 2)
+            server.kill()
+            server.start()
+            one.wait_back()
+            assert (one.load(1), one.load(2)) == (0, CHUNKS)
+
+
+def test_an_empty_folder_in_its_place_keeps_no_clear(tmp_path: Path) -> None:
+    """A mount point, say, whose file system is away."""
+    with contextlib.closing(DiskServer(tmp_path)) as server:
+        server.start()
+        with engine(server.address) as one, Client(server.address, "operator") as operator:
+            assert one.store(1) == ["STORED"] * CHUNKS
+            server.wait_written(CHUNKS)
+            aside = away(server)
+            server.disk.mkdir()
+            with pytest.raises(Refusal) as refused:
+                operator.clear(api.ClearTarget(all=True))
+            assert refused.value.reason is Reason.STATE_UNSAVED
+            assert list(server.disk.iterdir()) == []
+            server.kill()
+            server.disk.rmdir()
+            aside.rename(server.disk)

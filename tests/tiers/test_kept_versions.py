@@ -126,6 +126,86 @@ def test_new_weights_reach_spaces_that_only_others_know(server: Server) -> None:
     assert version_of(there, BASE, SPACE) == version_of(there, BASE, OTHER) == 5000
 
 
+# ---- a folder that goes away while the server runs ------------------------------------------------------------------
+
+
+def cleared(kept: KeptVersions, before: Versions, version: int = 1000) -> Versions:
+    """What is in force after a Clear that is refused, since the folder is away."""
+    after = Versions(before.first, before.bases, {**before.spaces, SPACE: (BASE, version)})
+    with pytest.raises(OSError):
+        kept.save(before, after)
+    return after
+
+
+@pytest.mark.parametrize("arena", [True, False])
+def test_what_was_cleared_after_it_went_away_is_written_there_when_it_is_back(server: Server, arena: bool) -> None:
+    kept = server.start(arena=arena)
+    assert kept.begin() == OLD
+    kept.check_disk()
+    server.take_away()
+    cleared(kept, cleared(kept, OLD), 2000)
+    with pytest.raises(OSError, match="No such file"):
+        kept.check_disk()
+    server.bring_back()
+    kept.check_disk()
+    there = server.start(arena=arena).begin()
+    assert version_of(there, BASE, SPACE) == 2000
+    assert version_of(there, BASE, OTHER) == version_of(OLD, BASE, OTHER)
+
+
+def test_an_empty_folder_in_its_place_keeps_no_clear(server: Server) -> None:
+    """That answered, and the folder that came back knew nothing of it."""
+    kept = server.start(arena=False)
+    kept.begin()
+    server.take_away()
+    server.disk.mkdir()
+    cleared(kept, OLD)
+    server.disk.rmdir()
+    server.bring_back()
+    kept.check_disk()
+    assert version_of(server.start(arena=False).begin(), BASE, SPACE) == 1000
+
+
+def test_a_new_folder_in_its_place_begins_with_what_is_in_force(server: Server) -> None:
+    """Else the next start finds objects there without versions, and lets go of the arena's, too."""
+    kept = server.start()
+    kept.begin()
+    server.take_away()
+    server.disk.mkdir()
+    kept.check_disk()
+    assert load(server.beside_disk) == OLD
+    (server.disk / "slot-000").mkdir()
+    kept.save(OLD, CLEARED)
+    assert server.start().begin() == CLEARED
+
+
+def test_a_server_that_began_over_a_mount_point_finds_nothing_old_in_what_is_mounted_later(server: Server) -> None:
+    """It began at the versions of a new folder, of which there may be objects that were cleared."""
+    server.take_away()
+    server.disk.mkdir()
+    kept = server.start(arena=False)
+    assert kept.begin() == NO_VERSIONS
+    kept.check_disk()
+    server.beside_disk.unlink()
+    for left in server.disk.iterdir():
+        left.unlink()
+    server.disk.rmdir()
+    server.bring_back()
+    with pytest.raises(OSError, match="others have cleared"):
+        kept.check_disk()
+    assert server.start(arena=False).begin() == OLD
+
+
+def test_what_others_cleared_in_the_same_folder_does_not_close_it(server: Server) -> None:
+    """Each is told of it, and moves its versions by a step of its own."""
+    kept = server.start()
+    kept.begin()
+    kept.check_disk()
+    save(server.beside_disk, OLD, CLEARED)
+    kept.check_disk()
+    assert load(server.beside_disk) == CLEARED
+
+
 def test_first_use(tmp_path: Path) -> None:
     server = Server(tmp_path)
     assert server.start().begin() == NO_VERSIONS
