@@ -68,7 +68,9 @@ class KeptVersions:
         try:
             return version_file.begin_there(self.beside_disk, left or NO_VERSIONS)
         except OSError as error:
-            sentence = "nothing older will be found" if left is None else "those beside the arena are used"
+            sentence = "those beside the arena are used"
+            if left is None:
+                sentence = "this server will find nothing older, the next one may"
             log.warning(f"versions of spaces cannot be read; {sentence}", reason=str(error))
         began, self._old = left or version_file.unused(), left is not None
         self._away = (began, began)
