@@ -146,6 +146,12 @@ def test_measurements_of_the_other_kind_are_refused():
     assert run("bench", "gpu", "--only", "core").returncode == 2
 
 
+def test_a_place_for_figures_that_is_not_there_is_refused_before_measuring(tmp_path: Path):
+    done = run("bench", "--only", "core", "--quick", "--json", f"{tmp_path}/no/figures.json")
+    assert done.returncode == 2 and f"{tmp_path}/no is no folder that can be written to" in done.stderr
+    assert done.stdout == ""
+
+
 def test_help_has_every_setting():
     text = CliRunner().invoke(main, ["serve", "--help"]).output
     assert [name for name in Settings.model_fields if f"--{name.replace('_', '-')}" not in text] == []
