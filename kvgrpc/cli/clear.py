@@ -33,5 +33,5 @@ def clear(
     with told(target):
         with Client(target, options=ChannelOptions(credentials=credentials_of(credentials))) as client:
             cleared = client.clear(ClearTarget(model=model, cache_salt=salt, all=everything))
-    used = cleared.still_pinned_chunks
-    click.echo(f"{cleared.removed_chunks} chunks are forgotten" + (f", {used} of them are still in use" if used else ""))
+    used = f", {cleared.still_pinned_chunks} of them are still in use" if cleared.still_pinned_chunks else ""
+    click.echo(f"{cleared.removed_chunks} chunks are forgotten{used}")
