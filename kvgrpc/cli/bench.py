@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def bench(what: str | None, json_path: Path | None, only: tuple[str, ...], quick
     if strange := [name for name in only if name not in known]:
         place = "kvgrpc bench" if what == "gpu" else "kvgrpc bench gpu"
         raise click.UsageError(f"--only {strange[0]} is of {place}; here there are {', '.join(known)}")
+    if json_path is not None and not (json_path.is_dir() or os.access(json_path.parent, os.W_OK)):
+        raise click.BadParameter(f"{json_path.parent} is no folder that can be written to", param_hint="--json")
     unwind_at_sigterm()
     figures: list[Figure] = []
     names = [name for name in known if name in only] or list(known)

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from kvgrpc.cli.connection import connection_options, credentials_of
+from kvgrpc.cli.reached import TLS_HINT
 from kvgrpc.client.address import Address, parse_address
 from kvgrpc.client.credentials import Credentials
 from kvgrpc.client.default import default_address
@@ -41,7 +42,7 @@ def healthcheck(name: str, address: str | None, timeout_ms: int, **credentials: 
     except (UntrustedSocketError, ValueError) as error:
         _fail(str(error), WRONG)
     try:
-        answer = _ask(channel, server.target, name, timeout_ms / 1000)
+        answer = _ask(channel, server, name, timeout_ms / 1000)
     except UnicodeEncodeError:
         _fail("NAME is no UTF-8", WRONG)
     word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer)
@@ -61,7 +62,7 @@ def _channel(server: Address, credentials: Credentials) -> grpc.Channel:
 
 
 def _ask(
-    channel: grpc.Channel, target: str, name: str, timeout_s: float
+    channel: grpc.Channel, server: Address, name: str, timeout_s: float
 ) -> health_pb2.HealthCheckResponse.ServingStatus:
     with channel:
         check = channel.unary_unary(
@@ -74,8 +75,9 @@ def _ask(
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)  # gRPC raises the call itself
             if call.code() is grpc.StatusCode.NOT_FOUND:
-                _fail(f"{target}: {call.details()}", WRONG)
-            _fail(f"no answer from {target}: {call.code().name}: {call.details()}", NO_ANSWER)
+                _fail(f"{server.target}: {call.details()}", WRONG)
+            tls = "" if server.is_unix else f".{TLS_HINT}"
+            _fail(f"no answer from {server.target}: {call.code().name}: {call.details()}{tls}", NO_ANSWER)
 
 
 def _fail(text: str, exit_code: int) -> NoReturn:

@@ -90,6 +90,8 @@ def inspect(
     console = wide()
     for one in found:
         console.print(_screen(one), highlight=False)
+    if not number:
+        click.echo("nothing is cached: no space has data in L1")
     if number > len(found):
         click.echo(
             f"{number - len(found)} other spaces were not asked: of another model, adapter or salt (--model, --lora, "

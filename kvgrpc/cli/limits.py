@@ -27,11 +27,14 @@ def quota(salt: str, size: str | None, address: str | None, **credentials: str |
     The tenant is that of SALT. Without SIZE it is shown only. SIZE is for example 16GiB, or "none" for no quota; what
     is too much goes at once. SALT '' stands for requests without one. It lasts until the server ends.
     """
+    try:
+        wanted = None if size in (None, NO_QUOTA) else cast(int, parse_size(size))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="SIZE") from None
+    if wanted == 0:
+        raise click.BadParameter(f"a quota is more than 0 bytes; {NO_QUOTA!r} takes it away", param_hint="SIZE")
     target = target_of(address)
     with told(target):
-        wanted = None if size in (None, NO_QUOTA) else cast(int, parse_size(size))
-        if wanted == 0:
-            raise ValueError(f"a quota is more than 0 bytes; {NO_QUOTA!r} takes it away")
         with Client(target, options=ChannelOptions(credentials=credentials_of(credentials))) as client:
             now = client.get_quota(salt) if size is None else client.set_quota(salt, wanted)
     most = "no quota" if now.size_bytes is None else f"a quota of {format_size(now.size_bytes)}"

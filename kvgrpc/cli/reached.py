@@ -13,6 +13,10 @@ from kvgrpc.client.default import default_address
 from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
+TLS_HINT = (
+    " If it has TLS, name its CA with --ca-file; if you did, its certificate may be of another CA or name, or expired."
+)
+
 
 def target_of(address: str | None) -> str:
     """The address to ask. ClickException when there is no place that can be trusted."""
@@ -24,11 +28,11 @@ def target_of(address: str | None) -> str:
 
 def problem(target: str, refusal: Refusal) -> str:
     if refusal.reason is Reason.SERVER_UNREACHABLE:
-        tls = "" if parse_address(target).is_unix else " If it has TLS, name its CA with --ca-file."
+        tls = "" if parse_address(target).is_unix else TLS_HINT
         return f"no server answers at {target}; is one running (kvgrpc serve), and there?{tls}\n  {refusal.message}"
     if refusal.reason is Reason.DEADLINE:
         return f"the server at {target} did not answer: {refusal.message}"
-    token = "\n  --token-file names a file with a token." if refusal.reason is Reason.UNAUTHENTICATED else ""
+    token = "\n  The token is the one in the file of --token-file." if refusal.reason is Reason.UNAUTHENTICATED else ""
     return f"the server at {target} refuses: {refusal.message}{token}"
 
 

@@ -16,6 +16,7 @@ _COMMANDS = {
     "top": "kvgrpc.cli.top",
     "inspect": "kvgrpc.cli.inspect",
     "trace": "kvgrpc.cli.trace.command",
+    "clear": "kvgrpc.cli.clear",
     "quota": "kvgrpc.cli.limits",
     "write-policy": "kvgrpc.cli.limits",
     "healthcheck": "kvgrpc.cli.healthcheck",

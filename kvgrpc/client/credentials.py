@@ -14,6 +14,7 @@ from kvgrpc.client.address import Address
 from kvgrpc.config import is_loopback
 from kvgrpc.config.credentials import asked_credentials
 
+_CERTIFICATE = b"CERTIFICATE-----"
 LOOK_S = 1.0
 """How long a changed token may go unseen."""
 
@@ -38,8 +39,11 @@ class Credentials:
         return not address.is_unix and (address.tls or bool(self.ca_file or self.cert_file))
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. ValueError names one that cannot be read."""
+        """Reads the files. ValueError names one that cannot be read, or is no certificate."""
         ca, key, cert = (_read(path) if path else None for path in (self.ca_file, self.key_file, self.cert_file))
+        for path, text in ((self.ca_file, ca), (self.cert_file, cert)):
+            if text is not None and _CERTIFICATE not in text:
+                raise ValueError(f"{path}: there is no certificate in it (PEM)")
         return grpc.ssl_channel_credentials(ca, key, cert)
 
 

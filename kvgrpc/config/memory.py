@@ -29,5 +29,7 @@ def choose_l1_size(asked_bytes: int | None, available_bytes: int, page_bytes: in
             f"ask for less, or give the container or machine more {kind}"
         )
     if asked_bytes < page_bytes:
-        raise SettingsError(f"--l1-size: {format_size(asked_bytes)} is less than one page (--page-size {page_bytes})")
+        raise SettingsError(
+            f"--l1-size: {format_size(asked_bytes)} is less than one page (--page-size, {format_size(page_bytes)})"
+        )
     return asked_bytes

@@ -358,14 +358,22 @@ def strange_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [f"{name} is no setting and is ignored; did you mean {meant}?" for name, meant in pairs]
 
 
-_SENTENCES = {"int_parsing": "{!r} is not a whole number", "bool_parsing": "{!r} is neither true nor false"}
-_SENTENCES["float_parsing"] = "{!r} is not a number"
+_SENTENCES = {
+    "int_parsing": "{input!r} is not a whole number",
+    "float_parsing": "{input!r} is not a number",
+    "bool_parsing": "{input!r} is neither true nor false",
+    "greater_than": "must be more than {gt:.12g}, not {input}",
+    "greater_than_equal": "must be at least {ge:.12g}, not {input}",
+    "less_than": "must be less than {lt:.12g}, not {input}",
+    "less_than_equal": "must be at most {le:.12g}, not {input}",
+    "enum": "must be {expected}, not {input!r}",
+}
 
 
 def _describe(item: Any, flags: Container[str]) -> str:
     text = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] in _SENTENCES:
-        text = _SENTENCES[item["type"]].format(item["input"])
+        text = _SENTENCES[item["type"]].format(input=item["input"], **item.get("ctx", {}))
     if not item["loc"]:
         return text
     name = str(item["loc"][0])

@@ -56,12 +56,11 @@ def split_list(value: object) -> object:
 
 
 def parse_mode(value: object) -> object:
-    if isinstance(value, str):
-        try:
-            return int(value, 8)
-        except ValueError:
-            raise ValueError(f"{value!r} is not an octal file mode, for example 0660") from None
-    return value
+    if not isinstance(value, str):
+        return value
+    if not re.fullmatch("0?[0-7]{1,3}", value):
+        raise ValueError(f"{value!r} is not an octal file mode, for example 0660")
+    return int(value, 8)
 
 
 def parse_quotas(value: object) -> object:

@@ -111,10 +111,23 @@ def read_access(path: Path) -> Access:
         raise AccessError(f"--access {path}: {error}") from None
 
 
+_SENTENCES = {
+    "model_type": "must be an object, as {...}",
+    "dict_type": "must be an object, as {...}",
+    "list_type": "must be a list, as [...]",
+    "string_type": "must be a text",
+    "missing": "is missing",
+    "extra_forbidden": "is no field of this file",
+}
+
+
 def _problem(error: ValueError) -> str:
     if isinstance(error, ValidationError):
         first: Any = error.errors(include_input=False, include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {str(first['msg']).removeprefix('Value error, ')}"
+        place = ".".join(map(str, first["loc"]))
+        if first["type"] in _SENTENCES:
+            return f"{place or 'all of it'} {_SENTENCES[first['type']]}"
+        return f"{place}: {str(first['msg']).removeprefix('Value error, ')}"
     place = f" from line {error.lineno}, column {error.colno} on" if isinstance(error, json.JSONDecodeError) else ""
     return f"it is no JSON{place}"
 

@@ -153,22 +153,22 @@ def _group_id(group: str) -> int:
         raise ListenError(f"--socket-group {group}: there is no such group") from None
 
 
-def bind_tcp(address: str, anywhere: bool, bind: Bind) -> str:
+def bind_tcp(address: str, anywhere: bool, bind: Bind, flag: str = "--listen") -> str:
     """Listens on ``HOST:PORT``, off the loopback only if ``anywhere`` says so; answers the address with the port that
-    port 0 became."""
+    port 0 became. ``flag`` is named in what is raised."""
     try:
         host, port = split_address(address)
     except ValueError as error:
-        raise ListenError(f"--listen: {error}") from None
+        raise ListenError(f"{flag}: {error}") from None
     if not anywhere and not is_loopback(host):
         raise ListenError(
-            f"--listen {address} is off the loopback and would serve without TLS; "
+            f"{flag} {address} is off the loopback and would serve without TLS; "
             "give it --tls-cert and --tls-key, or say --insecure if the network is trusted"
         )
     try:
         bound = bind(address)
     except RuntimeError:
-        raise ListenError(f"--listen {address}: {_why_not(host, port)}") from None
+        raise ListenError(f"{flag} {address}: {_why_not(host, port)}") from None
     return f"{address.rpartition(':')[0]}:{bound}"
 
 

@@ -205,7 +205,9 @@ class Server:
         if self._options.health_listen:
             self._health_server = server = grpc.aio.server(options=channel_options(self._options))
             server.add_generic_rpc_handlers((self._health.handlers(),))
-            self._health_address = bind_tcp(self._options.health_listen, True, server.add_insecure_port)
+            self._health_address = bind_tcp(
+                self._options.health_listen, True, server.add_insecure_port, "--health-listen"
+            )
             await server.start()
 
     async def _stop_health(self) -> None:

@@ -75,7 +75,8 @@ class Certificates:
                 at = f"--tls-client-ca {files.client_ca}"
                 context.load_verify_locations(files.client_ca)
         except ssl.SSLError as error:
-            raise ListenError(f"{at}: they are no PEM files that fit together ({error.reason})") from None
+            why = f" ({error.reason})" if error.reason else ""
+            raise ListenError(f"{at}: they are no PEM files that fit together{why}") from None
         ca = None if files.client_ca is None else files.client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration([(files.key.read_bytes(), files.cert.read_bytes())], ca)
 

@@ -116,7 +116,8 @@ class DiskTier:
         try:
             await self._open()
         except TierFault as fault:
-            log.warning("the disk tier cannot be opened yet", directory=str(self._directory), reason=fault.message)
+            sentence = "the disk tier cannot be opened yet, and is tried again; the server never makes its folder"
+            log.warning(sentence, directory=str(self._directory), reason=fault.message)
 
     async def _open(self) -> Slot:
         """The slot, claimed now if need be; whoever asks may be cancelled, that goes on. Raises TierFault (IO)."""

@@ -80,7 +80,9 @@ class KeptVersions:
             self._folder = os.stat(self.beside_disk.parent)
             return versions
         except OSError as error:
-            sentence = "nothing older will be found" if left is None else "those beside the arena are used"
+            sentence = "those beside the arena are used"
+            if left is None:
+                sentence = "this server will find nothing older, the next one may"
             log.warning(f"versions of spaces cannot be read; {sentence}", reason=str(error))
         self._old = left is not None
         return left or version_file.unused()

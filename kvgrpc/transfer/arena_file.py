@@ -172,7 +172,10 @@ def _locked(path: Path) -> int:
         try:
             fd = _opened(path)
         except OSError as error:
-            raise ArenaError(f"the arena {path} cannot be opened: {error.strerror}") from error
+            why = str(error.strerror)
+            if error.errno == errno.ENOENT:
+                why = f"there is no {path.parent.parent}, and the server makes the last folder only"
+            raise ArenaError(f"the arena {path} cannot be opened: {why}") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ArenaError(f"the arena {path} is not a regular file")

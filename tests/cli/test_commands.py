@@ -107,6 +107,7 @@ def test_status_without_a_server_says_what_to_do(tmp_path: Path):
 def test_what_was_refused_was_answered():
     silent, strange = Refusal(Reason.SERVER_UNREACHABLE, "no"), Refusal(Reason.UNAUTHENTICATED, "who?")
     assert "--ca-file" in problem("host:1", silent) and "--ca-file" not in problem("unix:/s", silent)
+    assert "expired" in problem("host:1", silent)
     assert "refuses: who?" in problem("host:1", strange) and "--token-file" in problem("host:1", strange)
     assert "did not answer: late" in problem("host:1", Refusal(Reason.DEADLINE, "late"))
 
@@ -132,16 +133,23 @@ def test_a_command_that_is_mistyped_is_guessed():
     assert "No such command 'xyzzy'" in run("xyzzy").stderr
 
 
-def test_what_a_command_does_fits_a_terminal() -> None:
-    text = CliRunner().invoke(main, ["--help"], terminal_width=80).output
+@pytest.mark.parametrize(("group", "least"), [((), 10), (("trace",), 2)])
+def test_what_a_command_does_fits_a_terminal(group: tuple[str, ...], least: int) -> None:
+    text = CliRunner().invoke(main, [*group, "--help"], terminal_width=80).output
     commands = text.partition("Commands:\n")[2].splitlines()
-    assert len(commands) > 10
+    assert len(commands) >= least
     assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
 
 
 def test_measurements_of_the_other_kind_are_refused():
     assert "kvgrpc bench gpu" in run("bench", "--only", "gpu_calls").stderr
     assert run("bench", "gpu", "--only", "core").returncode == 2
+
+
+def test_a_place_for_figures_that_is_not_there_is_refused_before_measuring(tmp_path: Path):
+    done = run("bench", "--only", "core", "--quick", "--json", f"{tmp_path}/no/figures.json")
+    assert done.returncode == 2 and f"{tmp_path}/no is no folder that can be written to" in done.stderr
+    assert done.stdout == ""
 
 
 def test_help_has_every_setting():

@@ -66,7 +66,7 @@ def test_a_server_that_stands_still_costs_the_time_that_was_given():
 def test_a_port_that_takes_connections_and_says_nothing():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         done = ask("--address", f"127.0.0.1:{mute.getsockname()[1]}", "--timeout-ms", "300")
-    assert done.returncode == 3
+    assert done.returncode == 3 and "If it has TLS, name its CA with --ca-file" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("--address", "nonsense"), ("--timeout-ms", "0"), ("a", "b")])

@@ -105,6 +105,14 @@ async def test_tenants_are_looked_into_by_their_salt_only(tmp_path: Path) -> Non
         assert "tenant-a" not in text
 
 
+async def test_an_empty_cache_is_said_to_be_one(tmp_path: Path) -> None:
+    async with local_server(tmp_path) as server:
+        where = ("--address", server.address)
+        said = "nothing is cached: no space has data in L1\n"
+        assert await kvgrpc("inspect", "-", *where, stdin="1") == (0, said, "")
+        assert await kvgrpc("inspect", "-", "--json", *where, stdin="1") == (0, "[]\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "words"),
     [

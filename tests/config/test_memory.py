@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
 
 
 def test_less_than_a_page_is_refused():
-    with pytest.raises(SettingsError, match="--l1-size"):
+    with pytest.raises(SettingsError, match=r"--l1-size: .* less than one page \(--page-size, .* KiB\)"):
         choose_l1_size(PAGE - 1, GIB, PAGE)
     with pytest.raises(SettingsError, match="too little"):
         choose_l1_size(None, MIB, PAGE)

@@ -253,5 +253,31 @@ def test_what_is_no_address_is_told_with_its_flag(flags: dict[str, object], name
     assert str(refused.value).startswith(named)
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"l1_size": "0"}, "--l1-size: must be more than 0, not 0"),
+        ({"pin_share": "50"}, "--pin-share: must be at most 1, not 50"),
+        ({"lease_ms": "999999999"}, "--lease-ms: must be at most 86400000, not 999999999"),
+        ({"trace_share": "-1"}, "--trace-share: must be at least 0, not -1"),
+        ({"allow_uid": ("5000000000",)}, "--allow-uid: must be less than 4294967296, not 5000000000"),
+        ({"quota": ("a=0",)}, "--quota: must be more than 0, not 0"),
+        (
+            {"write_policy": "trough"},
+            "--write-policy: must be 'through', 'eviction', 'second-use' or 'none', not 'trough'",
+        ),
+        (
+            {"write_policy_of": ("m=x",)},
+            "--write-policy-of: must be 'through', 'eviction', 'second-use' or 'none', not 'x'",
+        ),
+        ({"socket_mode": "7777"}, "--socket-mode: '7777' is not an octal file mode, for example 0660"),
+    ],
+)
+def test_what_is_out_of_bounds_is_told_with_the_bound(flags: dict[str, object], sentence: str):
+    with pytest.raises(SettingsError) as refused:
+        load_settings(**flags)
+    assert str(refused.value) == sentence
+
+
 def test_sizes_for_people():
     assert [format_size(n) for n in (0, 1023, 1536, 4 << 30)] == ["0 B", "1023 B", "1.5 KiB", "4 GiB"]

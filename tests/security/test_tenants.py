@@ -269,10 +269,11 @@ def test_a_token_is_not_sent_in_clear_beyond_the_loopback(tmp_path: Path):
 
 HASH = token_hash("x")
 WRONG: list[tuple[object, str]] = [
-    ([], "valid dictionary"),
-    ({}, "tenants: Field required"),
+    ([], "access.json: all of it must be an object, as {...}"),
+    ({}, "tenants is missing"),
     ({"tenants": {"a": {"tokens": ["plain"]}}}, "tenants.a.tokens.0: not what kvgrpc token prints"),
-    ({"tenants": {"a": {"token": [HASH]}}}, "tenants.a.token: Extra inputs are not permitted"),
+    ({"tenants": {"a": {"token": [HASH]}}}, "tenants.a.token is no field of this file"),
+    ({"tenants": {"a": {"tokens": HASH}}}, "tenants.a.tokens must be a list, as [...]"),
     ({"tenants": {"a/b": {}}}, "String should match pattern"),
     ({"tenants": {"a": {"tokens": [HASH]}, "b": {"tokens": [HASH]}}}, "tenants a and b have one token"),
     ({"tenants": {"a": {"certificates": ["x"]}, "b": {"certificates": ["x"]}}}, "have one certificate"),

@@ -127,6 +127,13 @@ async def test_health_has_a_port_of_its_own(tmp_path: Path):
             assert subprocess.run(asked_by, capture_output=True, timeout=30, check=False).returncode == 0  # noqa: ASYNC221
 
 
+def test_a_file_without_a_certificate_is_named(tmp_path: Path):
+    cert, key = Authority(tmp_path).sign("client", "127.0.0.1")
+    for wrong in (Credentials(ca_file=str(key)), Credentials(cert_file=str(key), key_file=str(cert))):
+        with pytest.raises(ValueError, match=f"{key}: there is no certificate in it"):
+            wrong.channel_credentials()
+
+
 async def test_kvgrpc_status_over_tls(tmp_path: Path):
     authority = Authority(tmp_path)
     async with guarded(*tls(authority), tcp=True) as server:
@@ -160,3 +167,5 @@ def test_a_key_of_another_certificate_is_refused_at_the_start(tmp_path: Path):
     _, key = authority.sign("two", "127.0.0.1")
     flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--listen", "127.0.0.1:0", "--l1-size", "8MiB")
     assert "no PEM files that fit together" in refused(*flags, folder=tmp_path)
+    cert.write_text("no certificate")
+    assert refused(*flags, folder=tmp_path).rstrip().endswith("they are no PEM files that fit together")

@@ -230,6 +230,8 @@ async def test_tcp_reports_its_port_and_a_taken_port_is_refused(world: World) ->
     text = await refusal_to_start(world.server(listen=(server.addresses[0],)))
     assert server.addresses[0] in text
     assert "Address already in use" in text
+    text = await refusal_to_start(world.server(health_listen=server.addresses[0]))
+    assert f"--health-listen {server.addresses[0]}: Address already in use" in text
     assert not world.socket.exists()
     await serves(world, server, at=0)
 

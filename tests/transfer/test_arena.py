@@ -188,6 +188,8 @@ def test_no_other_file_is_ever_taken(tmp_path: Path, content: bytes) -> None:
         Arena(1 << 20, path=tmp_path / "link")
     with pytest.raises(ArenaError, match="cannot be opened"):
         Arena(1 << 20, path=tmp_path)
+    with pytest.raises(ArenaError, match=f"cannot be opened: there is no {tmp_path}/no, and the server makes"):
+        Arena(1 << 20, path=tmp_path / "no" / "folder" / "arena")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ArenaError, match="not a regular file"):
         Arena(1 << 20, path=tmp_path / "pipe")

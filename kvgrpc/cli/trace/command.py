@@ -52,10 +52,10 @@ def trace() -> None:
 @click.option("--most-size", type=size_of, default="256MiB", show_default=True, metavar="SIZE", help="of the file")
 @connection_options
 def record(file: Path, seconds: float | None, most_size: int, address: str | None, **credentials: str | None) -> None:
-    """Write a server's lookups and stores to FILE (JSON lines, gzipped), which must not be there yet.
+    """Write a server's lookups and stores to FILE.
 
-    Chunk keys are hashed with a salt that the server makes for this recording and keeps to itself: prompts cannot be
-    guessed from the file, nor two files be joined.
+    As JSON lines, gzipped; FILE must not be there yet. Chunk keys are hashed with a salt that the server makes for this
+    recording and keeps to itself: prompts cannot be guessed from the file, nor two files be joined.
     """
     target = target_of(address)
     try:
