@@ -47,11 +47,14 @@ def spans(results: tuple[ChunkResult, ...]) -> list[tuple[int, int, str, str]]:
 # ---- servers elsewhere -----------------------------------------------------------------------------------------------
 
 
+_NAMES = itertools.count()
+"""Of all clients of such servers: one that has just left may still have its name there."""
+
+
 def out_of_reach(address: str, stack: contextlib.AsyncExitStack) -> LocalServer:
     """A server in another process: engines can be made there, nothing inside it can be looked at."""
     inside: Any = None
-    names = itertools.count()
-    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, names)
+    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, _NAMES)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
