@@ -89,6 +89,11 @@ async def nothing_changes(server: LocalServer, *engines: Engine) -> AsyncIterato
     server.check()
 
 
+async def polled(server: LocalServer, job_id: bytes, polls: int = 1) -> None:
+    """Returns when so many long polls of the job wait."""
+    await until(lambda: len(server.driver._jobs.get(job_id, ())) == polls, 30, "the polls")
+
+
 async def assert_serving(server: LocalServer) -> None:
     """The standard health service answers SERVING."""
     async with grpc.aio.insecure_channel(server.address) as channel:
