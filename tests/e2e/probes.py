@@ -47,11 +47,14 @@ def spans(results: tuple[ChunkResult, ...]) -> list[tuple[int, int, str, str]]:
 # ---- servers elsewhere -----------------------------------------------------------------------------------------------
 
 
+_NAMES = itertools.count()
+"""Of all clients of such servers: one that has just left may still have its name there."""
+
+
 def out_of_reach(address: str, stack: contextlib.AsyncExitStack) -> LocalServer:
     """A server in another process: engines can be made there, nothing inside it can be looked at."""
     inside: Any = None
-    names = itertools.count()
-    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, names)
+    return LocalServer(inside, inside, inside, inside, CoreLimits(chunk_tokens=CHUNK), None, stack, address, _NAMES)
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -84,6 +87,11 @@ async def nothing_changes(server: LocalServer, *engines: Engine) -> AsyncIterato
     for engine, memory in zip(engines, memories, strict=True):
         assert (engine.image.memory == memory).all(), "a byte of an engine was written"
     server.check()
+
+
+async def polled(server: LocalServer, job_id: bytes, polls: int = 1) -> None:
+    """Returns when so many long polls of the job wait."""
+    await until(lambda: len(server.driver._jobs.get(job_id, ())) == polls, 30, "the polls")
 
 
 async def assert_serving(server: LocalServer) -> None:

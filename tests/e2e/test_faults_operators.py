@@ -16,7 +16,7 @@ from kvgrpc.runtime.clock import ManualClock
 from kvgrpc.tiers.base import FaultReason
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import TINY, fill_twice, keep_in_tier, refused, spans
+from tests.e2e.probes import TINY, fill_twice, keep_in_tier, polled, refused, spans
 
 CHUNKS = 8
 TOKENS = CHUNKS * CHUNK
@@ -50,6 +50,7 @@ async def test_drain_engine(tmp_path: Path) -> None:
         gate = server.gates.hold(5, client_id=engine.worker.client_id)
         running = asyncio.ensure_future(engine.store(tokens_of(3, TOKENS), BLOCKS))
         assert await asyncio.to_thread(gate.wait_reached, 10)
+        await polled(server, pending.job_id)
 
         started = time.monotonic()
         assert not await admin.drain_engine(fingerprint(engine.engine_id))
@@ -96,7 +97,7 @@ async def test_end_of_a_request_wakes_who_waits_for_it(tmp_path: Path) -> None:
         tier.hang()
         answer = await engine.lookup(tokens_of(1, TOKENS), request_id="r", prefetch_wait_ms=60_000)
         polling = asyncio.ensure_future(engine.scheduler.query(engine.engine_id, answer.job_id, 30_000))
-        await asyncio.sleep(0.05)
+        await polled(server, answer.job_id)
         started = time.monotonic()
         await engine.scheduler.end_request(engine.engine_id, "r")
         assert (await refused(polling))[:2] == ("NOT_FOUND", "JOB_UNKNOWN")

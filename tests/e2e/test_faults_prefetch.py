@@ -16,7 +16,7 @@ from kvgrpc import api
 from kvgrpc.core.types import MS, CoreLimits, LookupAnswer, ObjectName, PrefetchStatus, Role
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import BLOCK, CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, object_names, refused
+from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, object_names, polled, refused
 
 CHUNKS = 8
 TOKENS = CHUNKS * CHUNK
@@ -106,7 +106,7 @@ async def test_pending_then_done(tmp_path: Path) -> None:
         polls = [
             asyncio.ensure_future(engine.scheduler.query(engine.engine_id, answer.job_id, 20_000)) for _ in range(3)
         ]
-        await asyncio.sleep(0.1)
+        await polled(server, answer.job_id, 3)
         assert not any(poll.done() for poll in polls)
         tier.resume()
         started = time.monotonic()

@@ -61,6 +61,8 @@ async def test_id_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None
         await first.store(EIGHT, range(32))
         first.image.memory[:] = 0xA5
         await first.stop()
+        ids, sessions = {first.worker.client_id, first.scheduler.client_id}, server.book.sessions
+        await until(lambda: not ids & sessions.clients.keys() - sessions.broken, what="its end to be seen")
         second = Engine(server, kv=TINY)
         second.worker, second.scheduler = (
             server.client(first.worker.client_id),

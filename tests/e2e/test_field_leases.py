@@ -14,7 +14,7 @@ from kvgrpc.core.types import CoreLimits, S, SpaceRef
 from kvgrpc.runtime.clock import ManualClock
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of
-from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, nothing_changes, refused
+from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, nothing_changes, polled, refused
 
 LIMITS = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, lease_ns=2 * S, record_ns=60 * S)
 EIGHT = tokens_of(1, 8 * CHUNK)
@@ -178,9 +178,9 @@ async def test_final_stays_readable_until_the_record_goes(tmp_path: Path) -> Non
         call = engine.retrieve_request(answer.job_id, TARGET)
         assert (await refused(engine.worker.retrieve(call)))[:2] == ("FAILED_PRECONDITION", "JOB_PENDING")
         polling = asyncio.create_task(refused(query(engine.engine_id, answer.job_id, 30_000)))
-        await asyncio.sleep(0)
+        await polled(server, answer.job_id)
         assert (await engine.scheduler.end_request(engine.engine_id, "ends while pending")).ended_jobs == 1
-        assert await asyncio.wait_for(polling, 5) == ("NOT_FOUND", "JOB_UNKNOWN", "job_id")
+        assert await asyncio.wait_for(polling, 20) == ("NOT_FOUND", "JOB_UNKNOWN", "job_id")
         tier.resume()
         job_id, status = await found(engine, EIGHT)
         assert status.hit_tokens == 8 * CHUNK

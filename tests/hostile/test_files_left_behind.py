@@ -146,6 +146,9 @@ def test_socket_of_a_living_server(removed: tuple[str, ...], tmp_path: Path) -> 
             os.unlink(f"{path}{ending}")
         engine.tell("traffic", 1000)
         said = refusal_of("--socket", str(path), "--l1-size", "16MiB", folder=tmp_path)
+        until(
+            lambda: server.operator.get_status().counters.get("stored_chunks", 0) >= 40, 30, "ten rounds of the engine"
+        )
         assert f"--socket {path}: another " in said
         if removed != (".lock",):
             assert f"process {server.served.process.pid}" in said
