@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvgrpc.app import server_options
+from kvgrpc.cli.serve import as_table
 from kvgrpc.config.settings import load_settings
 from tests.served import Served, serving, wait_until
 
@@ -56,6 +59,15 @@ def test_it_says_where_l1_lies_and_what_is_below(tmp_path: Path):
         said = started(server)
     assert said["L1"].endswith(f", in {arena}") and said["below L1"] == "disk"
     assert arena.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_address_is_whole_in_a_narrow_terminal() -> None:
+    address = f"unix:/run/{60 * 'x'}/kvgrpc.sock"
+    said = io.StringIO()
+    Console(width=40, file=said).print(as_table({"listens": address, "health": "[::1]:50052"}))
+    text = said.getvalue()
+    assert address in "".join(text.replace("listens", "").split())
+    assert "[::1]:50052" in text
 
 
 def test_no_more_than_one_folder_is_made_for_an_arena(tmp_path: Path):
