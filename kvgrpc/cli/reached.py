@@ -32,7 +32,7 @@ def problem(target: str, refusal: Refusal) -> str:
         return f"no server answers at {target}; is one running (kvgrpc serve), and there?{tls}\n  {refusal.message}"
     if refusal.reason is Reason.DEADLINE:
         return f"the server at {target} did not answer: {refusal.message}"
-    token = "\n  The token is the one in the file of --token-file." if refusal.reason is Reason.UNAUTHENTICATED else ""
+    token = "\n  A command sends the token of --token-file." if refusal.reason is Reason.UNAUTHENTICATED else ""
     return f"the server at {target} refuses: {refusal.message}{token}"
 
 

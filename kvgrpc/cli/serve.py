@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvgrpc import __version__
@@ -66,11 +67,18 @@ def announce(choices: Choices) -> None:
     if not console.is_terminal:
         logger("serve").info("started", version=__version__, **rows)
         return
-    table = Table.grid(padding=(0, 2))
-    for name, text in rows.items():
-        table.add_row(f"[bold]{name}[/]", text)
     console.print(f"[bold green]kvgrpc {__version__}[/]  (Ctrl-C drains and stops)")
-    console.print(table)
+    console.print(as_table(rows))
+
+
+def as_table(rows: dict[str, str]) -> Table:
+    """In a narrow terminal an address goes on in the next line; none of it is left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
+    return table
 
 
 def _access(choices: Choices) -> str:

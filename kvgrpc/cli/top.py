@@ -71,7 +71,7 @@ class _Watch:
             await asyncio.sleep(self._interval_s)
             await self._look(client)
         width = self._console.width if sys.stdout.isatty() else WIDTH
-        self._console.print(self._frame(width, LINES, Text()))
+        self._console.print(self._frame(width, LINES, Text()), soft_wrap=True)
 
     async def run(self) -> None:
         """Until a key or a signal ends it."""

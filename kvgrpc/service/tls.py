@@ -77,6 +77,8 @@ class Certificates:
         except ssl.SSLError as error:
             why = f" ({error.reason})" if error.reason else ""
             raise ListenError(f"{at}: they are no PEM files that fit together{why}") from None
+        except OSError as error:  # ssl's own names no file
+            raise ListenError(f"{at}: {error.strerror}") from None
         ca = None if files.client_ca is None else files.client_ca.read_bytes()
         return grpc.ssl_server_certificate_configuration([(files.key.read_bytes(), files.cert.read_bytes())], ca)
 

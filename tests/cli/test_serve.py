@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
@@ -13,8 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvgrpc.app import server_options
+from kvgrpc.cli.serve import as_table
 from kvgrpc.config.settings import load_settings
 from tests.served import Served, serving, wait_until
 
@@ -58,9 +61,19 @@ def test_it_says_where_l1_lies_and_what_is_below(tmp_path: Path):
     assert arena.parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_address_is_whole_in_a_narrow_terminal() -> None:
+    address = f"unix:/run/{60 * 'x'}/kvgrpc.sock"
+    said = io.StringIO()
+    Console(width=40, file=said).print(as_table({"listens": address, "health": "[::1]:50052"}))
+    text = said.getvalue()
+    assert address in "".join(text.replace("listens", "").split())
+    assert "[::1]:50052" in text
+
+
 def test_no_more_than_one_folder_is_made_for_an_arena(tmp_path: Path):
     flags = ["--l1-size", "16MiB", "--arena-path", f"{tmp_path}/mistyped/kvgrpc/arena"]
-    assert "No such file or directory" in refused(*flags, folder=tmp_path)
+    told = f"there is no {tmp_path}/mistyped, and the server makes the last folder only"
+    assert told in refused(*flags, folder=tmp_path)
     assert not (tmp_path / "mistyped").exists()
 
 
@@ -103,10 +116,10 @@ def test_a_signal_before_it_serves_and_many_after_it_ended_are_no_error(number: 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--allow-uid", "-1"], "greater than or equal to 0"),
+        (["--allow-uid", "-1"], "must be at least 0, not -1"),
         (["--allow-uid", "me"], "'me' is not a whole number"),
         (["--copy-threads", "2000"], "at most 256"),
-        (["--drain-ms", "9" * 20], "less than or equal to"),
+        (["--drain-ms", "9" * 20], "must be at most 86400000"),
         (["--page-size", "3"], "at least 512 bytes"),
         (["--quota", "a=1GiB", "--quota", "a=2GiB"], "'a' has two quotas"),
     ],

@@ -155,10 +155,12 @@ async def test_traffic_is_seen(tmp_path: Path) -> None:
             assert await asyncio.to_thread(terminal.ends) == 0
 
 
-def test_one_frame_needs_no_terminal() -> None:
+def test_one_frame_needs_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal that the frame does not go to
     with serving("--l1-size", "64MiB") as server:
         done = run("top", "--once", "--interval-ms", "100", "--address", server.address)
         assert done.returncode == 0, done.stderr
+        assert re.search(r"^lookups .* failed chunks 0\.0/s$", done.stdout, re.MULTILINE)
         assert "of 64 MiB" in done.stdout and "\x1b" not in done.stdout and "q ends" not in done.stdout
         live = run("top", "--address", server.address)
     assert live.returncode == 2 and "--once" in live.stderr

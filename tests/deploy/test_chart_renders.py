@@ -316,7 +316,17 @@ def test_two_releases_share_no_folder_and_no_name() -> None:
     assert owned("one") & owned("two") == set()
 
 
-@pytest.mark.parametrize("sets", [{}, {"mode": "sidecar"}, {"discovery": "hostPort", "tcp_insecure": "true"}])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        {},
+        {"mode": "sidecar"},
+        {"discovery": "hostPort", "tcp_insecure": "true"},
+        {"image_repository": "registry.example/kvgrpc"},
+        {"arena_persist": "true"},
+        {"arena_persist": "true", "arena_keepOnUninstall": "true"},
+    ],
+)
 def test_notes_say_how_to_connect(sets: dict[str, str]) -> None:
     done = helm(NEWEST, "install", "kv", str(CHART), "--dry-run=client", "--namespace", NAMESPACE, *values(**sets))
     assert done.returncode == 0, done.stderr
@@ -324,6 +334,8 @@ def test_notes_say_how_to_connect(sets: dict[str, str]) -> None:
     assert "get configmap kv-kvgrpc-engine -o jsonpath='{.data.patch\\.yaml}'" in notes
     assert ("has no TLS" in notes) is ("discovery" in sets)
     assert ("hostPath" in notes) is ("mode" not in sets)
+    assert ("no public registry" in notes) is ("image_repository" not in sets)
+    assert ("helm uninstall" in notes) is (sets == {"arena_persist": "true"})
 
 
 def test_the_patch_leaves_the_engines_own_settings() -> None:

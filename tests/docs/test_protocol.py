@@ -68,7 +68,9 @@ def test_the_walkthrough_names_every_method():
 def test_every_call_by_hand(tmp_path: Path):
     grpcurl = shutil.which("grpcurl", path=str(Path(sys.executable).parent)) or shutil.which("grpcurl")
     assert grpcurl is not None, "grpcurl is a development dependency"
-    with serving("--chunk-tokens", "16", "--l1-size", "64MiB", "--read-record-ms", "600000") as server:
+    command = re.search(r"^    kvgrpc serve --socket \S+ (.*)$", TEXT, re.MULTILINE)
+    assert command is not None
+    with serving(*command[1].split()) as server:
         script = (
             f"set -euo pipefail; PATH={Path(grpcurl).parent}:$PATH; SOCKET={server.socket}\n"
             "trap 'kill $(jobs -p) 2>/dev/null || true; rm -f \"/dev/shm/${MEMORY:-none}\"' EXIT\n" + walkthrough()

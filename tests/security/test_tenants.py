@@ -245,13 +245,18 @@ async def test_commands_show_a_token(tenants: Tenants):
     async with guarded("--access", str(tenants.file)) as server:
         command = [sys.executable, "-m", "kvgrpc", "status", "--json", "--address", server.served.address]
         shown = {**os.environ, "KVGRPC_TOKEN_FILE": tenants.tokens["viewer"][0]}
-        for more, env, code in (
-            ([], dict(os.environ), 1),
-            (["--token-file", tenants.tokens["viewer"][0]], dict(os.environ), 0),
-            ([], shown, 0),
-            (["--token-file", "/none/x"], dict(os.environ), 1),
+        with open(tenants.tokens["viewer"][0]) as file:  # noqa: ASYNC230
+            token = file.read()
+        for more, env, given, code in (
+            ([], dict(os.environ), "", 1),
+            (["--token-file", tenants.tokens["viewer"][0]], dict(os.environ), "", 0),
+            (["--token-file", "/dev/stdin"], dict(os.environ), token, 0),  # as `kubectl exec -i` hands it in
+            ([], shown, "", 0),
+            (["--token-file", "/none/x"], dict(os.environ), "", 1),
         ):
-            done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=30, check=False, env=env)  # noqa: ASYNC221
+            done = subprocess.run(  # noqa: ASYNC221
+                [*command, *more], input=given, capture_output=True, text=True, timeout=30, check=False, env=env
+            )
             assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 

@@ -154,6 +154,7 @@ async def test_kvgrpc_status_over_tls(tmp_path: Path):
         (("--tls-cert", "x", "--tls-key", "y", "--listen", "0.0.0.0:0", "--insecure"), "contradict each other"),
         (("--listen", "0.0.0.0:0"), "would serve without TLS"),
         (("--tls-cert", "/none/x", "--tls-key", "/none/y", "--listen", "127.0.0.1:0"), "No such file"),
+        (("--tls-cert", "/dev", "--tls-key", "/dev", "--listen", "127.0.0.1:0"), "--tls-key /dev: Is a directory"),
         (("--access", "/none/x"), "--access /none/x: No such file"),
     ],
 )
