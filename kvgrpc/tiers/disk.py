@@ -78,7 +78,6 @@ class DiskTier:
         self._others_until_s = 0.0
         self._opening: asyncio.Task[Slot] | None = None
         self._claiming = asyncio.Lock()
-        self._closed = False
         self._scanned = asyncio.Event()
         self._tasks: set[asyncio.Task[object]] = set()
         self._numbers = itertools.count(1)
@@ -121,8 +120,6 @@ class DiskTier:
 
     async def _open(self) -> Slot:
         """The slot, claimed now if need be; whoever asks may be cancelled, that goes on. Raises TierFault (IO)."""
-        if self._closed:
-            raise TierFault(FaultReason.IO, "the tier is closed")
         if self._slot is not None:
             return self._slot
         if self._opening is None or self._opening.done():
@@ -346,7 +343,6 @@ class DiskTier:
         return self._used
 
     async def close(self) -> None:
-        self._closed = True
         for task in tuple(self._tasks):
             task.cancel()
         for pool in (self._readers, self._writers):

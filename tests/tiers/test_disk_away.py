@@ -71,13 +71,3 @@ async def test_a_copy_in_its_place_is_another_folder(tmp_path: Path) -> None:
             assert set(files(folder)) >= {object_name(label, SIZE).name for label in "xe"}
             assert [path.name for path in sorted(folder.glob("slot-*"))] == ["slot-000", "slot-001"]
             assert len(list(folder.glob("slot-000/??/*"))) == 1, "that is the other's"
-
-
-async def test_who_asks_at_the_end_is_told_so(tmp_path: Path) -> None:
-    """The last metrics of a server that goes are asked for then, with the folder there or away."""
-    for folder in (tmp_path / "d", tmp_path / "away"):
-        async with opened(folder) as tier:
-            await tier.usage()
-            await tier.close()
-            with pytest.raises(TierFault, match="closed"):
-                await tier.usage()
