@@ -338,9 +338,8 @@ class DiskTier:
         self._forget(name)
 
     async def usage(self) -> int:
-        if self._slot is not None:
-            await self._is_gone(self._slot)
-        await self._open()
+        if await self._is_gone(await self._open()):
+            await self._open()
         await self._scanned.wait()
         return self._used
 

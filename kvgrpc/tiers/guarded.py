@@ -77,6 +77,7 @@ class Guarded:
         self._reading = _Gate(settings.breaker, clock)
         self._writing = _Gate(settings.breaker, clock)
         self._counts: Counter[str] = Counter()
+        self._closed = False
 
     @property
     def name(self) -> str:
@@ -110,9 +111,13 @@ class Guarded:
         await self._ask(self._writing, "remove", self._tier.remove(name))
 
     async def usage(self) -> int:
+        """Also after ``close``: the last metrics of a server that goes ask for it. Then TierFault (IO)."""
+        if self._closed:
+            raise TierFault(FaultReason.IO, f"{self.name} is closed")
         return await asyncio.wait_for(self._tier.usage(), self._settings.deadline_s)
 
     async def close(self) -> None:
+        self._closed = True
         await self._tier.close()
 
     async def _ask(self, gate: _Gate, what: str, call: Coroutine[Any, Any, T]) -> T:

@@ -93,6 +93,8 @@ class KeptVersions:
         what this server would find."""
         assert self.beside_disk is not None
         with self._checking:
+            if self.shared is not None:  # that says what is in force; the file is there for when it does not
+                return version_file.keep(self.beside_disk, self._now)
             folder = os.stat(self.beside_disk.parent)
             other = self._folder is not None and not os.path.samestat(folder, self._folder)
             version_file.begin_there(self.beside_disk, self._now)

@@ -831,7 +831,9 @@ class WatchResponse(_message.Message):
 
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """STORED, REMOVED: chunk keys, or the engine's own hashes if that is what the space is keyed by. At most 1024."""
+        """STORED, REMOVED: chunk keys, or the engine's own hashes if that is what the space is keyed by. At most 1024. Of a hybrid model each part of
+        a chunk is told of: the first by the chunk's key, the others by keys of 66 bytes, which no chunk has. A hit needs other parts, too.
+        """
 
     def __init__(
         self,

@@ -123,3 +123,14 @@ def test_an_empty_folder_in_its_place_keeps_no_clear(tmp_path: Path) -> None:
             server.kill()
             server.disk.rmdir()
             aside.rename(server.disk)
+
+
+@pytest.mark.parametrize("flags", [(), ("--valkey-url", "valkey://127.0.0.1:1")], ids=["disk", "both"])
+def test_a_server_with_metrics_ends_in_order_while_tiers_are_away(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """The last ones ask tiers how much they hold when they are closed already."""
+    with contextlib.closing(DiskServer(tmp_path)) as server:
+        server.disk.rmdir()
+        server.start("--metrics-listen", "127.0.0.1:0", *flags)
+        assert not any(tier.healthy for tier in server.status().tiers)
+        assert server.terminate() == 0
+        assert "Traceback" not in server.log

@@ -12,9 +12,10 @@ import pytest
 
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.keys import chunk_keys, space_digest
 from kvgrpc.core.types import NULL_BLOCK, ChunkResult, CoreLimits
 from tests.e2e.harness import Engine, LocalServer, local_server
-from tests.e2e.hybrids import BLOCKS, CHUNK, FILL, Pages, first_needed, first_stored, groups, tokens
+from tests.e2e.hybrids import BLOCKS, CHUNK, FILL, OBJECTS, Pages, first_needed, first_stored, groups, tokens
 
 GROUPS = groups()
 FIRST_NEEDED = first_needed(3 * CHUNK)
@@ -119,3 +120,19 @@ async def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(Refusal) as refusal:
             await writer.load(job.job_id, writer.take(3 * CHUNK), end=2 * CHUNK + 32)
         assert refusal.value.reason is Reason.RANGE
+
+
+async def test_watchers_tell_parts_from_chunks_by_their_keys(tmp_path: Path) -> None:
+    """The first part has the chunk's own; no other's is as long as a chunk's can be."""
+    async with local_server(tmp_path, l1_bytes=1 << 20, limits=limits()) as server:
+        engine = await pool(server, 1)
+        await engine.keep(tokens(2 * CHUNK), engine.take(2 * CHUNK))
+        told: list[bytes] = []
+        async for event in server.client("router").watch(api.WatchRequest(snapshot=True)):
+            told += event.keys
+            if event.kind is api.WatchKind.SYNCED:
+                break
+        chunks = chunk_keys(space_digest(engine.space), tokens(2 * CHUNK).data, CHUNK)
+        assert {key for key in told if len(key) <= 64} == {*chunks}
+        assert sorted(len(key) for key in told) == [32] * 2 + [66] * 2 * (OBJECTS - 1)
+        assert {key[:32] for key in told} == {*chunks}

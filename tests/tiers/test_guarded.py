@@ -164,3 +164,12 @@ async def test_a_slow_tier_takes_its_time() -> None:
     await write(tier, "a", 50_000)
     assert time.monotonic() - began >= 0.05
     assert tier.counters["written_bytes"] == 50_000
+
+
+async def test_who_asks_a_closed_tier_how_much_it_holds_is_told_so() -> None:
+    """The last metrics of a server that goes: what lies below may not stand that."""
+    tier = Guarded(MemoryTier(), SETTINGS)
+    assert await tier.usage() == 0
+    await tier.close()
+    with pytest.raises(TierFault, match="closed"):
+        await tier.usage()

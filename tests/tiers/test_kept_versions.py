@@ -12,7 +12,7 @@ import pytest
 
 from kvgrpc.core.types import NO_VERSIONS, Versions
 from kvgrpc.core.versions import version_of
-from kvgrpc.tiers.version_file import keep, load, save
+from kvgrpc.tiers.version_file import encode, keep, load, save
 from kvgrpc.tiers.versions import KeptVersions
 
 BASE, SPACE, OTHER = b"b" * 16, b"s" * 32, b"o" * 32
@@ -204,6 +204,37 @@ def test_what_others_cleared_in_the_same_folder_does_not_close_it(server: Server
     save(server.beside_disk, OLD, CLEARED)
     kept.check_disk()
     assert load(server.beside_disk) == CLEARED
+
+
+class Shared:
+    """A place that servers share, which is down at times."""
+
+    where = "shared"
+
+    def __init__(self) -> None:
+        self.kept, self.swaps, self.down = b"", 0, False
+
+    def load(self) -> tuple[int, bytes]:
+        if self.down:
+            raise OSError("down")
+        return self.swaps, self.kept
+
+    def swap(self, seen: int, text: bytes) -> bool:
+        self.kept, self.swaps = text, self.swaps + 1
+        return True
+
+
+def test_a_folder_that_was_away_is_told_what_the_shared_place_says(server: Server) -> None:
+    """Others cleared there before this server began; the folder is what it goes by when the place is down."""
+    shared = Shared()
+    shared.kept, shared.swaps = encode(CLEARED), 1
+    server.take_away()
+    kept = KeptVersions(shared, server.beside_disk, None)
+    assert kept.begin() == CLEARED
+    server.bring_back()
+    kept.check_disk()
+    shared.down = True
+    assert KeptVersions(shared, server.beside_disk, None).begin() == CLEARED
 
 
 def test_first_use(tmp_path: Path) -> None:
