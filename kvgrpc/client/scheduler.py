@@ -46,8 +46,8 @@ class SchedulerClient:
     """Looks up prefixes for one engine.
 
     Thread rule: every method may be called from any thread but a future's callback; each returns at once, except
-    ``lookup``, ``start`` and ``close``, which wait no longer than they are told. A background thread owns the channel,
-    keeps the session (attach, handshake, both again after a server restart), sends and polls.
+    ``lookup``, ``wait_for_answer``, ``start`` and ``close``, which wait no longer than they are told. A background
+    thread owns the channel, keeps the session (attach, handshake, both again after a server restart), sends and polls.
 
     No method raises for anything that the server or the network does. ForkedProcessError, RuntimeError (closed), and
     TypeError or ValueError (cannot be sent, as content that is neither Tokens nor Hashes) say that the program is
@@ -68,6 +68,8 @@ class SchedulerClient:
         self._lock = threading.Lock()
         self._queries: dict[str, Query] = {}
         self._unanswered = 0
+        self._news = threading.Event()
+        """Since the last wait a lookup was answered."""
         self._breaker = Breaker(options.breaker)
         self._session: Session | None = None
         self._lookups: Lookups | None = None
@@ -183,6 +185,17 @@ class SchedulerClient:
         if query is not None and self._lookups is not None:
             self._loop.post(self._lookups.end, query)
 
+    def wait_for_answer(self, timeout_s: float) -> bool:
+        """Returns when one of the lookups that wait for their answer may have it, after ``timeout_s`` at most; False,
+        at once, when none waits. For one thread at a time, which then asks with ``try_lookup``."""
+        self._loop.check()
+        with self._lock:
+            waiting = self._unanswered > 0
+        if waiting:
+            self._news.wait(timeout_s)
+        self._news.clear()
+        return waiting
+
     def free(self, request_id: str, range: TokenRange | None = None, readers: tuple[Reader, ...] = ()) -> None:
         """Gives back pins that will not be retrieved, in the background: all, or of whole chunks in ``range``, or of
         ``readers``. Nothing happens for a request that has no hit."""
@@ -258,6 +271,7 @@ class SchedulerClient:
     def _answered(self, _: Future[LookupResult]) -> None:
         with self._lock:
             self._unanswered -= 1
+        self._news.set()
 
     def _report(self, permit: Permit, answered: bool | None) -> bool:
         """How a call went: answered, not answered, or None: it tells nothing. True when the breaker is now open."""

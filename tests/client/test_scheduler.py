@@ -56,6 +56,22 @@ def test_none_until_the_answer_is_there(server: FakeServer, make_scheduler: Make
     assert bytes(request.content.data) == tokens(40).data
 
 
+def test_an_answer_is_waited_for_no_longer_than_said(server: FakeServer, make_scheduler: MakeScheduler) -> None:
+    cache = server.start(Knobs(pending=True))
+    client = make_scheduler(server.address)
+    client.start()
+    assert not client.wait_for_answer(100)
+    assert client.try_lookup("r1", tokens(32)) is None
+    assert client.wait_for_answer(0.01)
+    wait_until(lambda: cache.asked("query"))
+    server.run(cache.finish)
+    began = time.monotonic()
+    client.wait_for_answer(100)
+    assert client.try_lookup("r1", tokens(32)) is not None
+    assert not client.wait_for_answer(100)
+    assert time.monotonic() - began < 50
+
+
 def test_a_repeat_asks_nobody_and_a_new_attempt_asks_afresh(server: FakeServer, make_scheduler: MakeScheduler) -> None:
     cache = server.start()
     client = make_scheduler(server.address)

@@ -58,6 +58,7 @@ class FakeClient:
     asked: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     contents: list[Content] = field(default_factory=list[Content])
     given_back: list[str] = field(default_factory=list[str])
+    waited: list[float] = field(default_factory=list[float])
     answers: dict[tuple[str, int], LookupResult] = field(default_factory=dict[tuple[str, int], LookupResult])
 
     def try_lookup(
@@ -75,6 +76,10 @@ class FakeClient:
         self, request_id: str, content: Callable[[], Content], *, timeout_s: float = 0.2, attempt: int = 0, **_: Any
     ) -> LookupResult:
         return self.try_lookup(request_id, content, attempt=attempt) or LookupResult(reason="DEADLINE")
+
+    def wait_for_answer(self, timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
+        return self.silent
 
     def discard(self, request_id: str) -> None:
         self.given_back.append(f"all of {request_id}")

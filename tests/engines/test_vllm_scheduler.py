@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.api import Hashes, Tokens
-from kvgrpc.engines.vllm.metadata import Report
-from tests.engines.fakes import BLOCK, CHUNK, desk, keys_of
+from kvgrpc.engines.vllm.metadata import REST_S, Report
+from tests.engines.fakes import BLOCK, CHUNK, FakeClient, desk, keys_of
 
 
 def test_the_lookup_begins_when_the_request_arrives():
@@ -28,6 +28,32 @@ def test_until_the_answer_is_there_vllm_is_told_to_ask_again():
     d.client.silent = False
     assert [d.scheduler.matched(request, 0) for _ in range(3)] == [(64, True)] * 3
     assert d.client.asked == [("r", 0)]
+
+
+def test_only_a_step_that_has_nothing_to_do_waits_for_an_answer():
+    d = desk()
+    d.client.silent, d.client.hit = True, 96
+    request = d.arrive("r", 100)
+    assert not d.scheduler.step([("r", 100)]).idle
+    assert d.client.waited == []
+    assert d.scheduler.step([]).idle
+    assert d.client.waited == [REST_S]
+    d.client.silent = False
+    d.scheduler.matched(request, 0)
+    d.scheduler.allocated(request, 96)
+    assert d.scheduler.step([]).loads
+    assert d.client.waited == [REST_S], "the load is not held up"
+
+
+def test_of_several_servers_one_is_waited_for():
+    other = FakeClient(silent=True)
+    d = desk(others=[other])
+    d.arrive("r", 100)
+    d.scheduler.step([])
+    assert (d.client.waited, other.waited) == ([REST_S], [REST_S])
+    d.client.silent = True
+    d.scheduler.step([])
+    assert (d.client.waited, other.waited) == ([REST_S] * 2, [REST_S])
 
 
 @pytest.mark.parametrize(

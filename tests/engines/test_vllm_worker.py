@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from kvgrpc.api import Hashes
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, TokenRange
-from kvgrpc.engines.vllm.metadata import Load, Save, Step
+from kvgrpc.engines.vllm.metadata import REST_S, Load, Save, Step
 from kvgrpc.engines.vllm.worker import Worker
 from tests.engines.fakes import CHUNK, ONE, FakeCopier
 
@@ -136,6 +138,39 @@ def test_each_worker_loads_from_the_server_of_its_node():
     w = Worker(copier, ONE, writes=True, server=1)
     w.load([replace(LOAD, job_ids=(b"first", b"second"))])
     assert [job_id for job_id, _, _ in copier.retrieves] == [b"second"]
+
+
+def test_a_rest_ends_with_the_copy_that_it_waits_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvgrpc.engines.vllm.worker.REST_S", 100)
+    w, copier = worker()
+    began = time.monotonic()
+    w.rest()  # for nothing
+    w.load([LOAD])
+    later = threading.Timer(0.05, copier.futures[0].set_result, [(ChunkResult(0, 3, LOADED, ""),)])
+    later.start()
+    w.rest()
+    assert w.poll() == {"r"}
+    later.join()
+    w.save([SAVE])
+    w.begin(Step())
+    copier.futures[1].set_result((ChunkResult(1, 1, STORED, ""),))
+    w.rest()  # for what has ended
+    w.load([replace(LOAD, request_id="nothing", blocks=())])
+    w.load([replace(LOAD, request_id="other")])
+    w.rest()  # while something is to be told
+    assert w.poll() == {"nothing"}
+    assert time.monotonic() - began < 50
+
+
+def test_a_rest_is_short():
+    w, _ = worker()
+    w.load([LOAD])
+    times: list[float] = []
+    for _ in range(5):
+        began = time.monotonic()
+        w.rest()
+        times.append(time.monotonic() - began)
+    assert REST_S / 2 < min(times) < 10 * REST_S
 
 
 class Event:

@@ -359,6 +359,8 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._worker.finished(finished_req_ids)
+        if self._step.idle:
+            self._worker.rest()
         received = self._worker.poll()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=self._worker.take_failed())
 

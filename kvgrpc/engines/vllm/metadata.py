@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 from kvgrpc.core.types import DEFAULT_POLICY, Policy
 
+REST_S = 0.001
+"""Most that each half waits in a step that computes nothing. Asking again and again instead would keep the
+interpreter's lock from the threads that bring what is asked for."""
+
 BlockIds = tuple[tuple[int, ...], ...]
 """Of each KV group."""
 
@@ -48,9 +52,10 @@ class Save:
 @dataclass(slots=True)
 class Step:
     """What one step asks of every worker. ``resets`` counts the cache's resets: what was saved before the last one and
-    is not sent yet must not be sent."""
+    is not sent yet must not be sent. ``idle``: nothing is computed in it."""
 
     resets: int = 0
+    idle: bool = False
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[Save] = field(default_factory=list[Save])
 

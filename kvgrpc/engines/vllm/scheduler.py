@@ -10,7 +10,7 @@ request meanwhile (finished, aborted, preempted). Blocks that a load writes are 
 report the request as received.
 
 Thread rule: everything runs on the engine core's main thread. Nothing blocks, but ``matched`` with ``lookup_async``
-off, for ``lookup_block_s`` at most.
+off, for ``lookup_block_s`` at most, and ``step`` where nothing is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import chain
 from kvgrpc.api import Content, Hashes, Tokens
 from kvgrpc.core.types import NULL_BLOCK
 from kvgrpc.engines.vllm.events import Announcer
-from kvgrpc.engines.vllm.metadata import BlockIds, Load, Report, Save, Step
+from kvgrpc.engines.vllm.metadata import REST_S, BlockIds, Load, Report, Save, Step
 from kvgrpc.engines.vllm.options import parse_wish
 from kvgrpc.engines.vllm.ports import Blocks, Request, Terms, chunk_keys
 from kvgrpc.engines.vllm.servers import Asked, Found, Servers
@@ -219,15 +219,18 @@ class Scheduler:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, scheduled: Iterable[tuple[str, int]]) -> Step:
-        """What the workers are asked for. ``scheduled``: (request, its computed tokens when the step is done)."""
-        step = Step(self._resets)
+    def step(self, scheduled: Sequence[tuple[str, int]]) -> Step:
+        """What the workers are asked for. ``scheduled``: (request, its computed tokens when the step is done); without
+        any, and with nothing to load, the next lookup's answer is waited for, ``REST_S`` at most."""
+        step = Step(self._resets, idle=not scheduled)
         for request_id, computed in scheduled:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._save(tracked, computed, step)
         step.loads = list(self._loads.values())
         self._loads = {}
+        if step.idle and not step.loads:
+            self._servers.rest(REST_S)
         return step
 
     def _save(self, tracked: Tracked, computed: int, step: Step) -> None:

@@ -50,6 +50,7 @@ class Server(Protocol):
         cache_salt: str = "",
         policy: Policy = ...,
     ) -> LookupResult: ...
+    def wait_for_answer(self, timeout_s: float) -> bool: ...
     def discard(self, request_id: str) -> None: ...
     def free(self, request_id: str) -> None: ...
 
@@ -119,6 +120,12 @@ class Servers:
             for server in self._servers:
                 self._try(server, asked)
         return self._least([self._wait(server, asked, max(0.0, end - time.monotonic())) for server in self._servers])
+
+    def rest(self, timeout_s: float) -> None:
+        """Waits for the next answer that is to come, if any, no longer than ``timeout_s``."""
+        for server in self._servers:
+            if server.wait_for_answer(timeout_s):
+                return
 
     def discard(self, request_id: str) -> None:
         for server in self._servers:

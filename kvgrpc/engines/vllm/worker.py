@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's half: loads and stores by futures that each step polls.
 
-Thread rule: everything runs on the worker's main thread. Nothing blocks, but ``close``. Saves are sent at the begin of
-the step after the one that computed their blocks, so that they delay neither its forward pass nor its sampling.
+Thread rule: everything runs on the worker's main thread. Nothing blocks, but ``rest`` and ``close``. Saves are sent at
+the begin of the step after the one that computed their blocks, so that they delay neither its forward pass nor its
+sampling.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvgrpc.api import Content, Hashes, RegisterAnswer, Tokens
 from kvgrpc.client.copies import CopyFuture, Ready, Results
 from kvgrpc.core.types import DEFAULT_POLICY, ChunkOutcome, Policy, TokenRange
-from kvgrpc.engines.vllm.metadata import Load, Report, Save, Step
+from kvgrpc.engines.vllm.metadata import REST_S, Load, Report, Save, Step
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.engines.vllm.stats import Data, Tally
 
@@ -101,6 +104,8 @@ class Worker:
         self._failed: set[str] = set()
         self._report = Report(unusable=client is None)
         self._tally = Tally()
+        self._ended = threading.Event()
+        """Since the last ``rest`` a copy has."""
 
     @property
     def busy(self) -> bool:
@@ -127,6 +132,7 @@ class Worker:
             range_ = TokenRange(load.start, load.end)
             registration = self._client.registration
             future = self._client.retrieve(job_id, range_, load.blocks, ready=ready, timeout_s=self._timeout_s)
+            future.add_done_callback(self._has_ended)
             self._loads[load.request_id] = Running(load, future, registration)
 
     def save(self, saves: Sequence[Save]) -> None:
@@ -140,6 +146,12 @@ class Worker:
         for request_id in request_ids:
             if request_id in self._loads:
                 self._loads[request_id].future.cancel()
+
+    def rest(self) -> None:
+        """In a step that computes nothing: waits for the end of a copy that runs, ``REST_S`` at most."""
+        if (self._loads or self._saves) and not self._received:
+            self._ended.wait(REST_S)
+        self._ended.clear()
 
     def poll(self) -> set[str]:
         """Requests whose load has ended since the last call, well or badly."""
@@ -189,7 +201,11 @@ class Worker:
                 ready=ready,
                 timeout_s=self._timeout_s,
             )
+            future.add_done_callback(self._has_ended)
             self._saves[save.save_id] = Running(save, future, self._client.registration)
+
+    def _has_ended(self, _: Future[Results]) -> None:
+        self._ended.set()
 
     def _drop_unsent(self) -> None:
         for save, _ in self._unsent:
