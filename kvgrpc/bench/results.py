@@ -218,11 +218,13 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source tree that this module runs from ("-dirty" when it is changed), else the version."""
+    """The commit of the source tree that this module runs from ("-dirty" when it is changed, but for results: a run
+    writes some before it ends), else the version."""
     here = Path(__file__).resolve()
     tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
-    described = _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return described if tracked and described else f"v{__version__}"
+    described = _git(here.parent, "describe", "--always", "--abbrev=12", "--exclude=*")
+    changed = _git(here.parent, "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results")
+    return described + ("-dirty" if changed else "") if tracked and described else f"v{__version__}"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvgrpc.bench.results import Figure, Report, ResultError, figure, parse, read
+from kvgrpc import __version__
+from kvgrpc.bench.results import Figure, Report, ResultError, commit, figure, parse, read
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -76,6 +79,26 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
 def test_what_differs_is_refused(change: Callable[[dict[str, Any]], object]):
     with pytest.raises(ResultError):
         parse(changed(change))
+
+
+def test_the_commit_is_of_a_changed_tree_where_more_than_results_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source, result = tmp_path / "kvgrpc" / "bench" / "results.py", tmp_path / "benchmarks" / "results" / "a.json"
+    for file in (source, result):
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+    monkeypatch.setattr("kvgrpc.bench.results.__file__", str(source))
+    assert commit() == f"v{__version__}", "no repository"
+    for step in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "a")):
+        who = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *step], check=True, timeout=60)
+    clean = commit()
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    result.write_text("{}")
+    assert commit() == clean
+    source.write_text("#")
+    assert commit() == f"{clean}-dirty"
 
 
 def test_committed_results_hold_the_form_and_are_named_by_it():
