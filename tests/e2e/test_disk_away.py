@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that starts while its disk's folder is not there: not mounted, most likely."""
+"""A server whose disk's folder is not there, at its start or later: not mounted, most likely."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ def away(server: DiskServer) -> Path:
     return aside
 
 
+def write_one(server: DiskServer, one: DiskEngine) -> None:
+    """Prompt 1 is on the disk."""
+    assert one.store(1) == ["STORED"] * CHUNKS
+    server.wait_written(CHUNKS)
+
+
+def clear_is_refused(operator: Client) -> None:
+    with pytest.raises(Refusal) as refused:
+        operator.clear(api.ClearTarget(all=True))
+    assert refused.value.reason is Reason.STATE_UNSAVED
+
+
 def wait_open(server: DiskServer, one: DiskEngine) -> None:
     wait_until(lambda: one.load(99) == 0 and server.tier().healthy, 30)
 
@@ -30,17 +42,14 @@ def test_what_was_cleared_meanwhile_does_not_come_back_with_it(tmp_path: Path) -
     with contextlib.closing(DiskServer(tmp_path)) as server:
         server.start()
         with engine(server.address) as one, Client(server.address, "operator") as operator:
-            assert one.store(1) == ["STORED"] * CHUNKS
-            server.wait_written(CHUNKS)
+            write_one(server, one)
             server.kill()
             aside = away(server)
             server.start()
             one.wait_back()
             assert one.store(2) == ["STORED"] * CHUNKS
             assert one.load(2) == CHUNKS, "it serves without"
-            with pytest.raises(Refusal) as refused:
-                operator.clear(api.ClearTarget(all=True))
-            assert refused.value.reason is Reason.STATE_UNSAVED
+            clear_is_refused(operator)
             assert (one.load(1), one.load(2)) == (0, 0)
             assert not server.disk.exists()
             aside.rename(server.disk)
@@ -89,12 +98,9 @@ def test_what_was_cleared_after_it_went_away_does_not_come_back_with_it(tmp_path
     with contextlib.closing(DiskServer(tmp_path)) as server:
         server.start()
         with engine(server.address) as one, Client(server.address, "operator") as operator:
-            assert one.store(1) == ["STORED"] * CHUNKS
-            server.wait_written(CHUNKS)
+            write_one(server, one)
             aside = away(server)
-            with pytest.raises(Refusal) as refused:
-                operator.clear(api.ClearTarget(all=True))
-            assert refused.value.reason is Reason.STATE_UNSAVED
+            clear_is_refused(operator)
             assert one.load(1) == 0
             assert not server.tier().healthy, "an operator sees that it is away"
             aside.rename(server.disk)
@@ -112,13 +118,10 @@ def test_an_empty_folder_in_its_place_keeps_no_clear(tmp_path: Path) -> None:
     with contextlib.closing(DiskServer(tmp_path)) as server:
         server.start()
         with engine(server.address) as one, Client(server.address, "operator") as operator:
-            assert one.store(1) == ["STORED"] * CHUNKS
-            server.wait_written(CHUNKS)
+            write_one(server, one)
             aside = away(server)
             server.disk.mkdir()
-            with pytest.raises(Refusal) as refused:
-                operator.clear(api.ClearTarget(all=True))
-            assert refused.value.reason is Reason.STATE_UNSAVED
+            clear_is_refused(operator)
             assert list(server.disk.iterdir()) == []
             server.kill()
             server.disk.rmdir()
