@@ -222,9 +222,11 @@ def commit() -> str:
     writes some before it ends), else the version."""
     here = Path(__file__).resolve()
     tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
-    described = _git(here.parent, "describe", "--always", "--abbrev=12", "--exclude=*")
-    changed = _git(here.parent, "diff", "--name-only", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results")
-    return described + ("-dirty" if changed else "") if tracked and described else f"v{__version__}"
+    described = _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    changed = _git(here.parent, "diff", "--name-only", "HEAD").splitlines()
+    if changed and all(name.startswith("benchmarks/results/") for name in changed):
+        described = described.removesuffix("-dirty")
+    return described if tracked and described else f"v{__version__}"
 
 
 def _git(folder: Path, *arguments: str) -> str:
