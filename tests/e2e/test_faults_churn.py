@@ -32,8 +32,11 @@ CHUNKS = 4
 TOKENS = CHUNKS * CHUNK
 BLOCKS = list(range(1, 32, 2))
 LIMITS = CoreLimits(chunk_tokens=CHUNK)
-FLAGS = ("--chunk-tokens", str(CHUNK), "--l1-size", "256KiB", "--page-size", "1KiB")
+LANES = 8
+FLAGS = ("--chunk-tokens", str(CHUNK), "--l1-size", "256KiB", "--page-size", "1KiB", "--max-cpu-workers", "1")
 """L1 holds a fifth of what there is, so everything is evicted again and again."""
+OF_GRPC = {"event_engine", "grpc_global_tim", "lifeguard"}
+"""Threads that come and go with gRPC's own load."""
 
 
 def remote(address: str, stack: contextlib.AsyncExitStack) -> LocalServer:
@@ -140,7 +143,12 @@ async def die_again_and_again(
 
 
 def threads(server: Served) -> int:
-    return len(os.listdir(f"/proc/{server.process.pid}/task"))
+    """Those of the server's that are not gRPC's."""
+    names: list[str] = []
+    for name in Path(f"/proc/{server.process.pid}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            names.append(name.read_text().strip())
+    return sum(name not in OF_GRPC for name in names)
 
 
 def shared_memory_of(server: Served) -> int:
@@ -161,12 +169,12 @@ async def test_everything_at_once_while_engines_are_killed() -> None:
     with serving(*FLAGS) as served:
         async with contextlib.AsyncExitStack() as stack, Nursery() as nursery, AioClient(served.address) as admin:
             server = remote(served.address, stack)
+            threads_most = threads(served) + LANES + 1  # each lane's, and the one that hashes
             members = [Member(await server.engine(kv=TINY, num_blocks=64), number) for number in range(TASKS)]
             mortals = [Engine(server, kv=TINY, num_blocks=64) for _ in range(MORTALS)]
             for mortal in mortals:
                 mortal.space = members[0].engine.space
             await asyncio.gather(*(member.store(number) for number, member in enumerate(members)))
-            threads_before = threads(served)
             killed, gaps_s = 0, list[float]()
             while not gaps_s or (gaps_s[-1] >= 1.0 and len(gaps_s) < 3):
                 heartbeat = Heartbeat(server.address)
@@ -181,7 +189,7 @@ async def test_everything_at_once_while_engines_are_killed() -> None:
                 killed += sum(await asyncio.gather(*deaths))
                 beats = await heartbeat.stop()
                 assert beats.failures == 0
-                assert len(beats.times) > CHURN_S / 0.1 / 2
+                assert len(beats.times) > CHURN_S
                 gaps_s.append(beats.longest_gap_s)
             assert gaps_s[-1] < 1.0, gaps_s
             assert killed >= MORTALS * 3
@@ -193,25 +201,17 @@ async def test_everything_at_once_while_engines_are_killed() -> None:
 
             for member in members:
                 await member.engine.stop()
-            statuses = [await admin.get_status()]
-
-            async def over() -> bool:
-                statuses.append(await admin.get_status())
-                idle = all((lane.clients, lane.queued) == ((), 0) for lane in statuses[-1].executors)
-                ended = not statuses[-1].engines and not shared_memory_of(served)
-                return idle and ended and threads(served) <= threads_before  # gRPC's own come and go with its load
-
-            await until_async(over, 30)
-            status = statuses[-1]
-            assert (status.clients, status.jobs, status.pins, status.calls_in_flight) == (0, 0, 0, 0)
+            end = time.monotonic() + 30
+            while True:
+                status = await admin.get_status()
+                busy = [lane for lane in status.executors if lane.clients or lane.queued]
+                owned = (status.engines, status.clients, status.jobs, status.pins, status.calls_in_flight)
+                left = (busy, owned, shared_memory_of(served), max(threads(served) - threads_most, 0))
+                if left == ([], (0, 0, 0, 0, 0), 0, 0):
+                    break
+                assert time.monotonic() < end, left
+                await asyncio.sleep(0.05)
             assert status.arena.free_bytes + status.arena.ready_bytes == status.arena.total_bytes
             assert status.counters["ended_sessions"] >= killed
-            assert len(status.executors) == 8
+            assert len(status.executors) == LANES
             assert '"level": "error"' not in served.log
-
-
-async def until_async(condition: Any, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < end, "it did not come true in time"
-        await asyncio.sleep(0.05)
