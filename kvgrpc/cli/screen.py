@@ -147,6 +147,8 @@ def _engines(snapshot: Snapshot) -> RenderableType:
 
 def _spaces(snapshot: Snapshot) -> RenderableType:
     table = _table("model", "revision", "lora", "salt", "dtype", "ranks", "chunks", "pinned", "size", "generation")
+    if snapshot.server.tiers:
+        table.add_column("copied down", justify="right")
     for space in snapshot.spaces:
         known = space.identity
         table.add_row(
@@ -160,6 +162,7 @@ def _spaces(snapshot: Snapshot) -> RenderableType:
             str(space.pinned_chunks),
             format_size(space.bytes),
             str(space.generation),
+            *([space.write_policy.value if space.write_policy else "?"] if snapshot.server.tiers else ()),
         )
     return table if snapshot.spaces else Text("no data yet", style="dim")
 

@@ -397,4 +397,4 @@ class Bookkeeper:
 
     def spaces(self) -> tuple[t.SpaceStatus, ...]:
         """All spaces that hold data."""
-        return snapshots.spaces(self.index)
+        return snapshots.spaces(self.index, self.writes)

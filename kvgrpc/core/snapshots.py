@@ -8,6 +8,7 @@ from kvgrpc.core.keys import fingerprint
 from kvgrpc.core.sessions import Client, Sessions
 from kvgrpc.core.states import DOOMED, FREE, READY, SETTLING, WRITING
 from kvgrpc.core.types import ArenaStatus, ClientStatus, Counts, EngineStatus, SpaceStatus
+from kvgrpc.core.writes import WriteBehind
 
 
 def arena(index: Index) -> ArenaStatus:
@@ -66,7 +67,7 @@ def _client(client: Client) -> ClientStatus:
     )
 
 
-def spaces(index: Index) -> tuple[SpaceStatus, ...]:
+def spaces(index: Index, writes: WriteBehind) -> tuple[SpaceStatus, ...]:
     """All spaces that hold data."""
     return tuple(
         SpaceStatus(
@@ -78,6 +79,7 @@ def spaces(index: Index) -> tuple[SpaceStatus, ...]:
             chunks=space.table.complete,
             bytes=space.table.used_bytes,
             pinned_chunks=space.table.pinned,
+            write_policy=writes.policy(space),
         )
         for space in index.spaces.values()
         if space.table.chunks

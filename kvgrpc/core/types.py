@@ -336,3 +336,5 @@ class SpaceStatus:
     chunks: int
     bytes: int
     pinned_chunks: int
+    write_policy: WritePolicy | None = None
+    """In force; None where a server does not say it."""

@@ -80,7 +80,8 @@ class WriteBehind:
     def _policy_of(self, model: str) -> WritePolicy:
         return self.policies.get(model) or self.policies.get("", WritePolicy.THROUGH)
 
-    def _policy(self, space: Space) -> WritePolicy:
+    def policy(self, space: Space) -> WritePolicy:
+        """In force."""
         return self._policy_of(space.facts.identity.model)
 
     # ---- what happens -----------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class WriteBehind:
         """A store has filled these objects of one table."""
         self._records.ready(chunks, kv_rank)
         if self.lanes and chunks and chunks[0].table.live:
-            policy = self._policy(chunks[0].table.space)
+            policy = self.policy(chunks[0].table.space)
             if policy is WritePolicy.THROUGH:
                 self._offer(now, chunks, 1 << kv_rank)
             elif policy is WritePolicy.EVICTION:
@@ -100,7 +101,7 @@ class WriteBehind:
         """A lookup has found these chunks of one table."""
         if not self.lanes or not chunks:
             return
-        policy, wanted = self._policy(chunks[0].table.space), self._forgotten(now, chunks)
+        policy, wanted = self.policy(chunks[0].table.space), self._forgotten(now, chunks)
         if policy is WritePolicy.SECOND_USE:
             full = (1 << chunks[0].table.space.facts.identity.kv_world_size * len(self.lanes)) - 1
             wanted = [chunk for chunk in chunks if chunk.kept != full]
@@ -180,7 +181,7 @@ class WriteBehind:
             if ahead <= 0:
                 break
             ahead -= chunk.ready_bytes
-            if self._policy(chunk.table.space) is WritePolicy.EVICTION:
+            if self.policy(chunk.table.space) is WritePolicy.EVICTION:
                 self._offer(now, (chunk,), -1)
 
     def _launch(self) -> None:

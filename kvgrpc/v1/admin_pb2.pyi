@@ -552,6 +552,7 @@ class SpaceStatus(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     PINNED_CHUNKS_FIELD_NUMBER: _builtins.int
+    WRITE_POLICY_FIELD_NUMBER: _builtins.int
     space_base: _builtins.bytes
     """16 bytes."""
     lora: _builtins.str
@@ -566,6 +567,10 @@ class SpaceStatus(_message.Message):
     """Bytes of all objects."""
     pinned_chunks: _builtins.int
     """Chunks that leases pin."""
+    write_policy: Global___WritePolicy.ValueType
+    """When what is stored in it from now on is copied to lower tiers, where the server has some: SetWritePolicy, or its settings. UNSPECIFIED:
+    of a server of 0.1.0, which does not say it.
+    """
     @_builtins.property
     def identity(self) -> _common_pb2.SpaceIdentity:
         """The identity."""
@@ -581,10 +586,11 @@ class SpaceStatus(_message.Message):
         chunks: _builtins.int = ...,
         bytes: _builtins.int = ...,
         pinned_chunks: _builtins.int = ...,
+        write_policy: Global___WritePolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "chunks", b"chunks", "generation", b"generation", "identity", b"identity", "lora", b"lora", "pinned_chunks", b"pinned_chunks", "salt_fingerprint", b"salt_fingerprint", "space_base", b"space_base"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "chunks", b"chunks", "generation", b"generation", "identity", b"identity", "lora", b"lora", "pinned_chunks", b"pinned_chunks", "salt_fingerprint", b"salt_fingerprint", "space_base", b"space_base", "write_policy", b"write_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,9 +14,11 @@ from kvgrpc.wire.content import (
     decode_content,
     decode_identity,
     decode_space,
+    decode_write_policy,
     encode_content,
     encode_identity,
     encode_space,
+    encode_write_policy,
 )
 from kvgrpc.wire.fields import DAY_MS, check_bytes, check_number, check_text, invalid
 
@@ -171,6 +173,7 @@ def encode_spaces(spaces: tuple[api.SpaceStatus, ...]) -> pb.ListSpacesResponse:
                 chunks=space.chunks,
                 bytes=space.bytes,
                 pinned_chunks=space.pinned_chunks,
+                write_policy=encode_write_policy(space.write_policy),
             )
             for space in spaces
         ]
@@ -188,6 +191,7 @@ def decode_spaces(message: pb.ListSpacesResponse) -> tuple[api.SpaceStatus, ...]
             chunks=space.chunks,
             bytes=space.bytes,
             pinned_chunks=space.pinned_chunks,
+            write_policy=decode_write_policy(space.write_policy),
         )
         for space in message.spaces
     )

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus
+from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus, TierStatus, WritePolicy
 from kvgrpc.cli.reached import problem
 from kvgrpc.cli.root import main
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
@@ -63,6 +63,16 @@ def test_one_screen_says_it_all():
     assert "broken stream" in text
     assert "[bold]llama" in text, "what peers send is text, not markup"
     assert len(text.splitlines()) < 40
+
+
+def test_the_screen_says_what_is_copied_down_where_there_is_something_below():
+    found = snapshot()
+    for tiers, said in (((), False), ((TierStatus("disk", True, 0, 0),), True)):
+        console = Console(width=160, file=io.StringIO(), record=True)
+        spaces = (replace(found.spaces[0], write_policy=WritePolicy.SECOND_USE),)
+        console.print(as_screen(replace(found, server=replace(found.server, tiers=tiers), spaces=spaces)))
+        text = console.export_text()
+        assert ("copied down" in text, "second-use" in text) == (said, said)
 
 
 def test_the_screen_says_what_became_of_an_earlier_servers_arena():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.client.aio import AioClient
 from kvgrpc.core.types import WritePolicy
 from kvgrpc.tiers.memory import MemoryTier
 from tests.cli.test_inspect import kvgrpc
@@ -60,6 +61,9 @@ async def test_a_policy_is_set_for_a_model_for_all_and_taken_away(tmp_path: Path
         ):
             assert await kvgrpc("write-policy", *arguments, "--address", server.address) == (0, said + "\n", "")
             assert await written() == expected, arguments
+            async with AioClient(server.address) as client:
+                now = {space.identity.model: space.write_policy for space in await client.list_spaces()}
+            assert now[arguments[-1] if arguments[1:] else "other"] == WritePolicy(said.split()[-1])
 
 
 @pytest.mark.parametrize(

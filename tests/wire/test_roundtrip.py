@@ -188,8 +188,9 @@ def test_status_engines_spaces() -> None:
     client = ClientStatus("a", Role.WORKER, True, True, 1, 1, 2**40, 1, 3)
     engines = (api.EngineStatus("f" * 16, (client,), 2, 3, False),)
     assert admin.decode_engines(over_the_wire(admin.encode_engines(engines))) == engines
-    spaces = (api.SpaceStatus(b"s" * 16, IDENTITY, "lora", "f" * 16, 2, 3, 2**40, 1),)
-    assert admin.decode_spaces(over_the_wire(admin.encode_spaces(spaces))) == spaces
+    for policy in (*api.WritePolicy, None):
+        spaces = (api.SpaceStatus(b"s" * 16, IDENTITY, "lora", "f" * 16, 2, 3, 2**40, 1, policy),)
+        assert admin.decode_spaces(over_the_wire(admin.encode_spaces(spaces))) == spaces
 
 
 def test_admin_acts() -> None:
