@@ -245,10 +245,13 @@ class DriverSession:
     async def store(self, request: api.StoreRequest) -> tuple[ChunkResult, ...]:
         driver = self._driver
         driver.book.check_client(self._client_id, request.engine_id)
-        forgets = driver.forgets
+        forgets, mapping_id = driver.forgets, driver.current.get(self._client_id)
         if request.ready_event:
             await driver.ready.wait(self._client_id, request)
         content = await driver.chunk_keys(request.space, request.content)
+        if driver.current.get(self._client_id) != mapping_id:
+            text = "the memory of its blocks was unregistered before the call had begun"
+            raise Refusal(Reason.CALL_REVOKED, text, field="blocks")
         tokens = request.range
         if tokens is None:
             block_size = driver.block_sizes.get(self._client_id, 1)
