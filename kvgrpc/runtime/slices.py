@@ -35,7 +35,7 @@ class SliceRunner:
         self._given: dict[str, int] = {}
         """How many slices its second thread was given."""
         self._landed: dict[str, int] = {}
-        """How many of them were reported; the event loop writes it, since it may ``forget`` the client with a report."""
+        """How many of them were reported; the event loop writes it, which may ``forget`` the client with a report."""
 
     def launches(self, work: RunSlice) -> bool:
         """Whether the slice runs by itself once it is launched."""

@@ -132,8 +132,8 @@ def test_a_read_that_fails_leaves_the_longest_hit_that_does_not_need_it(group: i
 
 
 def test_a_prefix_that_names_a_chunk_twice_lets_go_of_what_a_shorter_hit_does_not_need_and_of_nothing_else():
-    """Found by review: of an engine's hashes nobody knows that they differ. The chunk was let go of once for both of its
-    places, so that a pin stayed for ever, and with the read that the first place still waited for."""
+    """Found by review: of an engine's hashes nobody knows that they differ. The chunk was let go of once for both of
+    its places, so that a pin stayed for ever, and with the read that the first place still waited for."""
     p = parted((t.ALL, WINDOW))
     p.store("a", 3)
     below = p.below
