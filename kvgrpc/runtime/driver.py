@@ -368,6 +368,11 @@ class Driver:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
+    @property
+    def closing(self) -> bool:
+        """It has begun to end."""
+        return self._closing is not None
+
     async def close(self) -> None:
         """Ends tasks, waits for running copies, closes the mover. No call may run any more. Harmless when repeated; a
         close that was cancelled goes on, and the next one waits for it."""

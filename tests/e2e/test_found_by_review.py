@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Versions
 from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.tiers import version_file
+from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.e2e.harness import CHUNK, local_server, outcomes, tokens_of, until
 from tests.e2e.probes import refused
 
@@ -114,3 +117,35 @@ async def test_a_save_that_fails_says_so_and_is_made_up_for_by_the_next(tmp_path
         version_file.keep(path, Versions())
         await DriverAdmin(driver).clear(api.ClearTarget(all=True))
         assert version_file.load(path) == driver.book.versions.snapshot()
+
+
+async def test_memory_of_a_registration_that_nobody_waits_for_is_let_go_of_by_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To unmap takes as long as the memory is large, and waits for cards; the event loop did it for a call that ended
+    when its mapping was there and had not been told yet."""
+    async with local_server(tmp_path) as server:
+        engine, mover, affinity = await server.engine(), server.driver.hands.mover, server.driver.hands.affinity
+        assert isinstance(mover, SharedMemoryMover)
+        submit, unmap, before = affinity.submit, mover.unmap, mover.mapped
+        submitted, threads = list[Future[Any]](), list[threading.Thread]()
+
+        def seen(client_id: str, work: Any, *args: Any) -> Future[Any]:
+            submitted.append(submit(client_id, work, *args))
+            return submitted[-1]
+
+        def noted(mapping_id: int) -> None:
+            threads.append(threading.current_thread())
+            unmap(mapping_id)
+
+        monkeypatch.setattr(affinity, "submit", seen)
+        monkeypatch.setattr(mover, "unmap", noted)
+        session = server.driver.client(engine.worker.client_id)
+        registering = asyncio.create_task(session.register(engine.registration()))
+        await asyncio.sleep(0)
+        submitted[0].result(10)  # the event loop stands still until it is mapped
+        assert mover.mapped != before
+        registering.cancel()
+        await asyncio.wait((registering,))
+        await until(lambda: mover.mapped == before)
+        assert [thread.name.startswith("kvgrpc-affinity") for thread in threads] == [True]
