@@ -63,15 +63,16 @@ class Prefetch:
     cut_by: str = ""
     """Why what is aimed at is shorter than what was found."""
 
-    def aim_at(self, count: int, places: Sequence[Place]) -> dict[Chunk, None]:
-        """What is planned and not among the places; the rest of these is to be planned still."""
+    def aim_at(self, count: int, places: Sequence[Place]) -> list[Chunk]:
+        """What is planned and not among the places, once a place: contents that name a chunk twice plan it twice. The
+        rest of the places is to be planned still."""
         new = dict.fromkeys(places)
         planned = list(zip(self.wanted, self.planned, self.sources, strict=False))
         kept = [one for one in planned if one[0] in new]
         self.target = count
         self.wanted = list(dict.fromkeys([*(place for place, _, _ in kept), *places]))
         self.planned, self.sources = [chunk for _, chunk, _ in kept], [source for *_, source in kept]
-        return dict.fromkeys(chunk for place, chunk, _ in planned if place not in new)
+        return [chunk for place, chunk, _ in planned if place not in new]
 
 
 class Aims:

@@ -178,16 +178,16 @@ class Index:
                 space.table.live = False
                 space.facts.version = max(space.facts.version, space.version)
                 del self.spaces[ref]
+        in_use = {id(space.account) for space in self.spaces.values()}
+        for salt, account in list(self.accounts.items()):
+            if id(account) not in in_use and not account.used_bytes and account.quota_bytes is None:
+                del self.accounts[salt]
 
     def _forget_spaces(self) -> None:
         """Forgets every space without data. Refuses: SPACE_LIMIT."""
         self._forget_empty_spaces()
         if len(self.spaces) >= self._ledger.limits.spaces:
             raise Refusal(Reason.SPACE_LIMIT, "too many spaces hold data; clear some", resource="spaces")
-        in_use = {id(space.account) for space in self.spaces.values()}
-        for salt, account in list(self.accounts.items()):
-            if id(account) not in in_use and not account.used_bytes and account.quota_bytes is None:
-                del self.accounts[salt]
 
     # ---- use --------------------------------------------------------------------------------------------------------
 

@@ -123,11 +123,12 @@ class Prefetcher:
         count, places, limited = self._aims.choose(job, prefetch, most, self.reading_bytes)
         prefetch.cut_by = LIMIT if limited else why or prefetch.cut_by
         gone = prefetch.aim_at(count, places)
-        reads = [read for read in prefetch.waiting.values() if read.chunk in gone]
+        needed = set(prefetch.planned)
+        reads = [read for read in prefetch.waiting.values() if read.chunk not in needed]
         for read in reads:
             del prefetch.waiting[read.read_id]
         self._drop(job, reads)
-        self._rest(job, list(gone))
+        self._rest(job, gone)
         self._index.use(job.table, [prefetch.keys[part][at] for part, at in places], job.priority)
 
     def _must_wait(self, job: Job, prefetch: Prefetch, key: bytes) -> bool:

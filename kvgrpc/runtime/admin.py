@@ -89,7 +89,7 @@ class DriverAdmin:
             driver.now(), space=target.space, model=target.model, cache_salt=target.cache_salt, everything=target.all
         )
         driver.pump()
-        await driver.save_versions()
+        await driver.saves.save()
         return cleared
 
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
@@ -97,7 +97,7 @@ class DriverAdmin:
         driver.forgets += 1
         cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
         driver.pump()
-        await driver.save_versions()
+        await driver.saves.save()
         return cleared
 
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:

@@ -51,6 +51,7 @@ from kvgrpc.runtime.clock import Clock, monotonic_clock
 from kvgrpc.runtime.figures import LookupFigures
 from kvgrpc.runtime.reading import Reads
 from kvgrpc.runtime.ready import ReadyWaits
+from kvgrpc.runtime.saves import Saves
 from kvgrpc.runtime.slices import SliceRunner
 from kvgrpc.runtime.trace import Recordings
 from kvgrpc.runtime.watching import Watching
@@ -141,8 +142,7 @@ class Driver:
         self._timer_ns = 0
         self.next_mapping_id = itertools.count(1).__next__
         self._closing: asyncio.Future[None] | None = None
-        self._saving = asyncio.Lock()
-        self._saved = book.versions.snapshot()
+        self.saves = Saves(self)
         self._loop = asyncio.get_running_loop()
 
     # ---- for callers ------------------------------------------------------------------------------------------------
@@ -366,22 +366,12 @@ class Driver:
         self._timer = None
         self.tick()
 
-    # ---- versions ---------------------------------------------------------------------------------------------------
-
-    async def save_versions(self) -> None:
-        """Returns when what was cleared will stay so after a restart. Refuses: STATE_UNSAVED."""
-        async with self._saving:
-            before, after = self._saved, self.book.versions.snapshot()
-            if self.hands.save_versions is None or after == before:
-                return
-            try:
-                await self._loop.run_in_executor(self.hands.cpu_pool, self.hands.save_versions, before, after)
-            except OSError as error:
-                text = f"it is cleared, but not for lower tiers after a restart ({error.strerror}); do it again"
-                raise Refusal(Reason.STATE_UNSAVED, text, retry_after_ms=1000) from error
-            self._saved = after
-
     # ---- end --------------------------------------------------------------------------------------------------------
+
+    @property
+    def closing(self) -> bool:
+        """It has begun to end."""
+        return self._closing is not None
 
     async def close(self) -> None:
         """Ends tasks, waits for running copies, closes the mover. No call may run any more. Harmless when repeated; a
@@ -395,6 +385,7 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
         await self.below.close()
+        await self.saves.close()
         await asyncio.to_thread(self.hands.affinity.close)
         self.hands.cpu_pool.shutdown(wait=True)
         self.hands.mover.close()

@@ -66,9 +66,6 @@ class ReadyWaits:
                 del self._waits[client_id]
         if refusal is not None:
             raise refusal
-        if driver.current.get(client_id) != mapping_id:
-            text = "the memory of its blocks was unregistered while the call waited for its event"
-            raise Refusal(Reason.CALL_REVOKED, text, field="ready_event")
 
     def fence(self, client_id: str, call_ids: Sequence[int]) -> None:
         """These calls, which the bookkeeper now refuses, wait no longer."""

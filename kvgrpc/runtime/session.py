@@ -155,15 +155,17 @@ class DriverSession:
         return self._driver.hands.affinity.submit(self._client_id, work, *args, **kwargs)
 
     async def _map(self, mapping_id: int, layout: api.Layout) -> bytes:
-        mover = self._driver.hands.mover
-        mapping = self._submit(mover.map, mapping_id, layout)
-        mapped = asyncio.wrap_future(mapping)
+        mapped = asyncio.wrap_future(self._submit(self._driver.hands.mover.map, mapping_id, layout))
         try:
             return await asyncio.shield(mapped)
         except asyncio.CancelledError:
-            mapping.add_done_callback(lambda _: mover.unmap(mapping_id))  # on the thread that has mapped it
-            mapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to tell
+            mapped.add_done_callback(lambda done: self._give_up(mapping_id, done))
             raise
+
+    def _give_up(self, mapping_id: int, mapped: asyncio.Future[bytes]) -> None:
+        """Nobody waits for the mapping any more, and it is there now. A driver that is closing unmaps everything."""
+        if mapped.exception() is None and not self._driver.closing:
+            self._submit(self._driver.hands.mover.unmap, mapping_id)
 
     async def _unmap(self, mapping_id: int) -> None:
         """Of a mapping that came to nothing: when its call is answered, its memory is not open any more."""
@@ -245,10 +247,13 @@ class DriverSession:
     async def store(self, request: api.StoreRequest) -> tuple[ChunkResult, ...]:
         driver = self._driver
         driver.book.check_client(self._client_id, request.engine_id)
-        forgets = driver.forgets
+        forgets, mapping_id = driver.forgets, driver.current.get(self._client_id)
         if request.ready_event:
             await driver.ready.wait(self._client_id, request)
         content = await driver.chunk_keys(request.space, request.content)
+        if driver.current.get(self._client_id) != mapping_id:
+            text = "the memory of its blocks was unregistered before the call had begun"
+            raise Refusal(Reason.CALL_REVOKED, text, field="blocks")
         tokens = request.range
         if tokens is None:
             block_size = driver.block_sizes.get(self._client_id, 1)

@@ -35,7 +35,7 @@ class SliceRunner:
         self._given: dict[str, int] = {}
         """How many slices its second thread was given."""
         self._landed: dict[str, int] = {}
-        """How many of them it has reported."""
+        """How many of them were reported; the event loop writes it, which may ``forget`` the client with a report."""
 
     def launches(self, work: RunSlice) -> bool:
         """Whether the slice runs by itself once it is launched."""
@@ -77,13 +77,12 @@ class SliceRunner:
             self._post(launched, work)
         self._given[client] = self._given.get(client, 0) + 1
         waited = self._affinity.submit_wait(client, self._end, work, done)
-        waited.add_done_callback(lambda landed: self._land(work, landed, report))
+        waited.add_done_callback(lambda landed: self._post(self._land, work, _report_of(work, landed), report))
 
-    def _land(
-        self, work: RunSlice, landed: Future[SliceReport], report: Callable[[RunSlice, SliceReport], None]
-    ) -> None:
-        self._post(report, work, _report_of(work, landed))
+    def _land(self, work: RunSlice, ended: SliceReport, report: Callable[[RunSlice, SliceReport], None]) -> None:
+        """On the event loop: what the first thread posts from here on comes behind this."""
         self._landed[work.client_id] = self._landed.get(work.client_id, 0) + 1
+        report(work, ended)
 
     def _end(self, work: RunSlice, launched: Future[Flight | SliceReport]) -> SliceReport:
         """Raises what the launch raised."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 
 from kvgrpc.api import Layout
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import Direction, ObjectName, RunSlice, SliceReport
 from kvgrpc.runtime.figures import Spread
 from kvgrpc.tiers.base import Tier, TierMiss
-from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
+from kvgrpc.transfer.base import EVENTS_OF_CARDS, Flight, LaunchingMover, Mover, WaitingMover
 
 READ_RESULTS = ("read", "missing", "failed", "cancelled")
 
@@ -61,6 +62,11 @@ class CountedMover:
             figures.bytes += copied
             figures.failed += report.completed < len(work.pieces)
         return report
+
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        if isinstance(self._mover, WaitingMover):
+            return self._mover.when_ready(mapping_id, event, done)
+        raise Refusal(Reason.READY_EVENT_UNSUPPORTED, EVENTS_OF_CARDS, field="ready_event")
 
     def unmap(self, mapping_id: int) -> None:
         self._mover.unmap(mapping_id)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from opentelemetry.context import Context, attach, detach
@@ -12,12 +12,13 @@ from opentelemetry.trace import Span, get_current_span
 from opentelemetry.trace.propagation import set_span_in_context
 
 from kvgrpc import api
+from kvgrpc.core.errors import Refusal
 from kvgrpc.core.types import ChunkResult, Ended, LookupAnswer, ObjectName, PrefetchStatus, Role, RunSlice, SliceReport
-from kvgrpc.telemetry.hands import CountedTier
+from kvgrpc.telemetry.hands import CountedMover, CountedTier
 from kvgrpc.telemetry.log import TRACE_ID
 from kvgrpc.telemetry.tracing import Tracing
 from kvgrpc.tiers.base import Tier
-from kvgrpc.transfer.base import Flight, LaunchingMover, Mover
+from kvgrpc.transfer.base import Flight
 
 T = TypeVar("T")
 
@@ -131,9 +132,9 @@ class TracedCache:
 
 
 class TracedMover:
-    """A mover whose slices are spans where their call is one."""
+    """A counted mover whose slices are spans where their call is one."""
 
-    def __init__(self, mover: Mover, tracing: Tracing) -> None:
+    def __init__(self, mover: CountedMover, tracing: Tracing) -> None:
         self._mover = mover
         self._tracing = tracing
 
@@ -151,14 +152,12 @@ class TracedMover:
             return report
 
     def launches(self, mapping_id: int) -> bool:
-        return isinstance(self._mover, LaunchingMover) and self._mover.launches(mapping_id)
+        return self._mover.launches(mapping_id)
 
     def launch(self, work: RunSlice) -> Flight | SliceReport:
         context = self._tracing.copies.get((work.client_id, work.call_id))
-        if context is None and isinstance(self._mover, LaunchingMover):
+        if context is None:
             return self._mover.launch(work)
-        if not isinstance(self._mover, LaunchingMover):
-            return self.copy(work)
         attributes = {"kvgrpc.direction": work.direction.value, "kvgrpc.pieces": len(work.pieces)}
         flight = _Traced(self._tracing.tracer.start_span("copy", context, attributes=attributes))
         begun = self._mover.launch(work)
@@ -166,6 +165,9 @@ class TracedMover:
             return flight.landed(begun)
         flight.flight = begun
         return flight
+
+    def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
+        return self._mover.when_ready(mapping_id, event, done)
 
     def unmap(self, mapping_id: int) -> None:
         self._mover.unmap(mapping_id)

@@ -19,6 +19,7 @@ from tests.cards import fake
 from tests.cards.engines import EngineProcess, engine_process
 from tests.cards.test_processes import FLAGS, open_files, status
 from tests.kvdata import LAYERS_OUTERMOST, MHA
+from tests.ports import free_port
 from tests.served import Served, serving, stop, wait_until
 
 IDS = (5, 3, 17, 0, 9, 12, 8, 1)
@@ -26,9 +27,13 @@ TOKENS, LONG_S = 128, 20.0
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in fake.environment().items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def server(cards: None) -> Iterator[Served]:
     with serving(*FLAGS, module="tests.cards.serve") as served:
         yield served
 
@@ -77,6 +82,21 @@ def test_bytes_that_are_written_late_are_the_bytes_stored(server: Served, tmp_pa
         assert one.stop() and two.stop()
     wait_until(lambda: status(server)["clients"] == 0, LONG_S)
     assert open_files(server) == 0
+
+
+@pytest.mark.parametrize("seen", ["metrics", "traces"])
+def test_a_server_that_is_watched_waits_as_well(cards: None, tmp_path: Path, seen: str) -> None:
+    """Found by review: metrics or traces stand between driver and cards, and every such Store was refused."""
+    flags = ("--metrics-listen", f"127.0.0.1:{free_port()}")
+    if seen == "traces":
+        flags = ("--otlp-endpoint", f"http://127.0.0.1:{free_port()}", "--trace-share", "1")
+    with serving(*FLAGS, *flags, module="tests.cards.serve") as served, engine_process("fake") as engine:
+        started(engine, served)
+        store_waits(engine, tmp_path / "gate")
+        (tmp_path / "gate").touch()
+        assert engine.stored() == ["stored"] * 2
+        assert loaded(engine, 1, [30, 2, 21, 22, 23, 4, 7, 11]) == []
+        assert engine.stop()
 
 
 def test_an_engine_that_dies_before_its_event_is_let_go_of(server: Served, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvgrpc.core import types as t
 from kvgrpc.core.errors import Reason
-from tests.core.desk import CHUNK, Desk, EngineDesk, refused
+from tests.core.desk import CHUNK, OBJECT, Desk, EngineDesk, refused
 
 S = t.S
 
@@ -115,6 +115,22 @@ def test_identities_have_a_limit_and_those_only_named_make_room():
     with refused(Reason.SPACE_LIMIT):
         desk.engine("one too many", model="model9")
     assert kept.hits("a", 1) == 1
+
+
+def test_tenants_of_forgotten_identities_are_forgotten_too():
+    """Found by review: they stayed where identities ran into their limit, and spaces never did."""
+    desk = Desk(tiers=("disk",), limits=t.CoreLimits(spaces=3))
+    e = desk.engine("e")
+    e.store("a", 1)
+    desk.book.set_quota("with a quota", OBJECT)
+    for number in range(20):
+        named = t.SpaceIdentity(f"model {number}", "", "bf16", 1, "sha256-u32le", "opaque:x:y:4")
+        base = desk.book.space_base(desk.now, named)
+        desk.book.index.space(t.SpaceRef(base, "", f"tenant {number}"))
+        desk.step()
+    assert len(desk.book.index.accounts) <= 1 + 3 + 1
+    assert {"", "with a quota"} <= {*desk.book.index.accounts}
+    assert e.hits("a", 1) == 1
 
 
 def test_counters_only_grow_and_say_what_happened():

@@ -206,3 +206,27 @@ def test_what_was_launched_behind_a_failure_is_not_counted(bench: Bench, launchi
     launching.land.set()
     assert bench.end() == {1: FAILED, 2: SKIP, 3: DONE}
     assert launching.landed == [1, 2, 3]
+
+
+def test_who_ended_with_a_slice_in_flight_comes_back_and_has_reports_in_their_order(
+    bench: Bench, launching: LaunchingScript
+) -> None:
+    """Found by review: the end of the slice was counted behind its report, with which the client is forgotten; so the
+    next session under its id had one end too many, and what was refused at its launch was reported before what still
+    ran. The bookkeeper frees the slots of what is reported."""
+    piece = Piece(0, ((0, 4),), (0, 4), (0,), ((0,),))
+    order = RunSlice(1, "c", 1, 1, Direction.STORE, (piece, piece))
+    bench.runner.run(order, lambda work, report: bench.runner.forget(work.client_id), lambda work: None)
+    launching.land.set()
+    wait_for(lambda: launching.landed == [1])
+    bench.affinity.submit_wait("c", int).result()  # behind the end of the first session
+    launching.land.clear()
+    launching.fates[3] = FAILED
+    bench.run(2)
+    bench.run(3, 2)
+    wait_for(lambda: launching.launched == [1, 2, 3])
+    bench.affinity.submit("c", int).result()
+    assert bench.reports == {}
+    launching.land.set()
+    assert bench.end() == {2: DONE, 3: FAILED}
+    assert list(bench.reports) == [2, 3]
