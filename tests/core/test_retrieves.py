@@ -242,7 +242,9 @@ def test_another_space_than_the_registered_one_is_refused():
     e.base, base = other.base, e.base
     with refused(Reason.SPACE_MISMATCH):
         e.store("b", 4)
+    desk.book.unregister(desk.now, e.worker(0), e.engine_id)
     job = e.lookup("a", 4)
+    e.share(0)
     with refused(Reason.SPACE_MISMATCH):
         e.retrieve(job)
     e.base = b"nobody's"
