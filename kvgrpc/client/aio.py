@@ -97,7 +97,10 @@ class AioClient:
         self.client_id = client_id or new_client_id("client")
         self.options = options
         self._named: tuple[tuple[str, str], ...] = ((CLIENT_ID_KEY, self.client_id),)
-        self._token = token_for(self.address, options.shown())
+        shown = options.shown()
+        if shown.uses_tls(self.address):
+            shown.read()  # a file that is not there is told to whoever named it, and not at each attempt to connect
+        self._token = token_for(self.address, shown)
         self._opened: _Open | None = None
         self._closed = False
 

@@ -17,7 +17,7 @@ from kvgrpc import api
 from kvgrpc.breaker import Breaker, BreakerSettings, Permit
 from kvgrpc.client.aio import AioClient, new_client_id
 from kvgrpc.client.channel import ChannelOptions
-from kvgrpc.client.checks import check_content
+from kvgrpc.client.checks import check_content, check_request_id
 from kvgrpc.client.lookups import LookupBounds, LookupResult, Lookups, Query, Terms
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session
@@ -244,6 +244,7 @@ class SchedulerClient:
         try:
             query.content = content() if callable(content) else content
             check_content(query.content)
+            check_request_id(query.request_id)
             query.given = None if callable(content) else content
         except BaseException:
             self._unask(query)
