@@ -81,7 +81,7 @@ class _Open:
     admin: Any
 
 
-class AioClient:
+class AioClient(api.CacheApi, api.AdminApi):
     """CacheApi and AdminApi over one channel.
 
     Thread rule: belongs to the event loop of its first call; nothing here may be called from another thread or loop.
@@ -300,8 +300,6 @@ class AioClient:
         return await self._call(stub, admin.encode_set_quota_request(cache_salt, size_bytes), admin.decode_quota)
 
     async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
-        """When what is stored for a model (empty: for any without a policy of its own) goes to lower tiers; None: no
-        policy of its own. Answers what is in force."""
         request = admin_pb2.SetWritePolicyRequest(model=model, policy=encode_write_policy(policy))
         answer = await self._call(self._stubs().admin.SetWritePolicy, request, lambda message: message.policy)
         return decode_write_policy(answer) or WritePolicy.THROUGH

@@ -59,7 +59,9 @@ def check_blocks(
             used = _named(used, group, at, limits.chunk_tokens)
         unsigned = getattr(used, "typecode", "") == "I"  # as they come; to look for the least would take time
         if used and not (max(used) < group.num_blocks and (unsigned or min(used) >= 0)):
-            text = f"a block id of group {at} is not below num_blocks {group.num_blocks}"
+            text = (
+                f"block ids of group {at} are {min(used)} to {max(used)}, not all below num_blocks {group.num_blocks}"
+            )
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
 
 
