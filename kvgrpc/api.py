@@ -12,7 +12,6 @@ import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from kvgrpc.core.inspection import InspectedChunk as InspectedChunk  # part of Inspection, as is Keeper
@@ -42,6 +41,14 @@ from kvgrpc.core.types import (
 )
 from kvgrpc.core.types import ArenaStatus as ArenaStatus  # part of ServerStatus
 from kvgrpc.core.types import ClientStatus as ClientStatus  # part of EngineStatus
+from kvgrpc.layouts import BlockForm as BlockForm  # part of KvGroup, as is GroupKind
+from kvgrpc.layouts import CudaIpcMemory as CudaIpcMemory  # part of Layout, as are the next three
+from kvgrpc.layouts import GroupKind as GroupKind
+from kvgrpc.layouts import KvGroup as KvGroup
+from kvgrpc.layouts import Layout
+from kvgrpc.layouts import Memory as Memory
+from kvgrpc.layouts import Runs as Runs
+from kvgrpc.layouts import SharedMemory as SharedMemory
 from kvgrpc.operators import CallKind as CallKind  # part of TracedCall
 from kvgrpc.operators import ExecutorStatus as ExecutorStatus  # part of ServerStatus, as are the next two
 from kvgrpc.operators import Inspection, ServerStatus, TracedCalls
@@ -64,7 +71,7 @@ PROTOCOL_MINOR = 0
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of a prompt as raw unsigned 32-bit little-endian memory (4 bytes a token)."""
+    """Token ids of a prompt, from its first token on, as raw unsigned 32-bit little-endian memory (4 bytes a token)."""
 
     data: bytes | bytearray | memoryview
 
@@ -83,7 +90,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Hashes:
-    """One hash a full chunk; ``hashes[0]`` belongs to chunk ``first_chunk``."""
+    """One hash of 16 to 64 bytes for each full chunk, chained by the engine: it stands for the chunk and all before it.
+    ``hashes[0]`` belongs to chunk ``first_chunk``, which is 0 but in a Store; ``num_tokens`` is the prompt's length."""
 
     hashes: Sequence[bytes]
     num_tokens: int
@@ -91,85 +99,6 @@ class Hashes:
 
 
 Content = Tokens | Hashes
-
-
-# ---- memory and layout ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CudaIpcMemory:
-    """Device memory by a 64-byte CUDA IPC handle; ``offset_bytes`` lies inside the allocation that it opens."""
-
-    handle: bytes
-    device_uuid: str
-    offset_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Host memory by the name of a POSIX shared memory object (no slash)."""
-
-    name: str
-    offset_bytes: int
-    size_bytes: int
-
-
-Memory = CudaIpcMemory | SharedMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """One strided family of runs; see ``Runs`` in proto/kvgrpc/v1/engine.proto for the address formula."""
-
-    memory_index: int
-    base_bytes: int
-    layers: int
-    layer_stride_bytes: int
-    planes: int
-    plane_stride_bytes: int
-    block_stride_bytes: int
-    run_bytes: int
-
-
-class GroupKind(Enum):
-    """What a group's layers keep. The values are the protocol's names without their prefix."""
-
-    FULL = "FULL"
-    SLIDING_WINDOW = "SLIDING_WINDOW"
-    RECURRENT = "RECURRENT"
-    CHUNKED_LOCAL = "CHUNKED_LOCAL"
-
-
-class BlockForm(Enum):
-    """Whether the order of bytes inside a block is known."""
-
-    OPAQUE = "OPAQUE"
-    TOKEN_MAJOR = "TOKEN_MAJOR"  # noqa: S105 - not a password
-
-
-@dataclass(frozen=True, slots=True)
-class KvGroup:
-    """Layers that share one block table."""
-
-    block_size: int
-    num_blocks: int
-    runs: tuple[Runs, ...]
-    form: BlockForm
-    kind: GroupKind = GroupKind.FULL
-    window_tokens: int = 0
-    backend: str = ""
-    layout: str = ""
-    heads: int = 0
-    head_dim: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """An engine's KV memory: where it is and how blocks lie in it."""
-
-    memory: tuple[Memory, ...]
-    groups: tuple[KvGroup, ...]
 
 
 # ---- requests and answers -------------------------------------------------------------------------------------------
@@ -228,7 +157,11 @@ class AttachEvent:
 
 @dataclass(frozen=True, slots=True)
 class RegisterRequest:
-    """Shares a worker's KV memory. ``identity.stored_form`` may be empty: the server computes it from the layout."""
+    """Shares a worker's KV memory. ``identity.stored_form`` may be empty: the server computes it from the layout.
+
+    ``tp_rank`` is the worker's of ``tp_size``; ``kv_rank``, which of the ``identity.kv_world_size`` objects of a chunk
+    it stores and reads; ``kv_tp_size``, how many different ones a tensor-parallel group has: ``tp_size``, or fewer
+    where ranks hold the same (1 with MLA). ParallelStrategy computes them. ``host_id``: empty means this host."""
 
     engine_id: str
     identity: SpaceIdentity
@@ -242,7 +175,8 @@ class RegisterRequest:
 
 @dataclass(frozen=True, slots=True)
 class RegisterAnswer:
-    """The registration as the server sees it."""
+    """The registration as the server sees it. ``object_bytes``: of one chunk of this rank. ``registration_epoch`` grows
+    with every registration of this client that changed something."""
 
     space_base: bytes
     chunk_tokens: int
@@ -253,7 +187,8 @@ class RegisterAnswer:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """Asks for a prefix. ``kv_ranks`` empty = all of the space."""
+    """Asks for a prefix. ``tp_size`` and identity are those of the engine's workers. ``kv_ranks``: those that this
+    server holds for the engine; empty = all. Another ``attempt`` of a request is answered afresh."""
 
     engine_id: str
     request_id: str
@@ -268,7 +203,8 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """Stores the full chunks inside ``range`` (None = all whole blocks of the content)."""
+    """Stores the full chunks inside ``range`` (None = all whole blocks of the content). ``blocks[g][0]`` is the block
+    of ``range.start`` in KV group g. ``call_id``: not 0, never used before in this session."""
 
     engine_id: str
     call_id: int
@@ -303,40 +239,62 @@ FreeRequest = FreeCommand
 class CacheApi(Protocol):
     """One client's view of the cache. The proto's service comments are the manual; names map one to one."""
 
-    async def handshake(self, hello: Hello) -> ServerInfo: ...
+    async def handshake(self, hello: Hello) -> ServerInfo:
+        """Agrees on the protocol's version, and names ``hello.identity`` (``space_base``). Needs no session."""
+        ...
 
     def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncIterator[AttachEvent]:
         """Opens the session; closing the iterator (``aclose``) breaks the stream."""
         ...
 
-    async def register(self, request: RegisterRequest) -> RegisterAnswer: ...
+    async def register(self, request: RegisterRequest) -> RegisterAnswer:
+        """Shares the memory of an attached worker; replaces what it shared before."""
+        ...
 
-    async def unregister(self, engine_id: str) -> None: ...
+    async def unregister(self, engine_id: str) -> None:
+        """Takes the memory back when running copies have ended. Harmless when nothing is registered."""
+        ...
 
-    async def lookup(self, request: LookupRequest) -> LookupAnswer: ...
+    async def lookup(self, request: LookupRequest) -> LookupAnswer:
+        """Finds and pins the longest prefix; never waits: while ``status.done`` is False, ``query``."""
+        ...
 
-    async def query(self, engine_id: str, job_id: bytes, wait_ms: int = 0) -> PrefetchStatus: ...
+    async def query(self, engine_id: str, job_id: bytes, wait_ms: int = 0) -> PrefetchStatus:
+        """How far a lookup is; with ``wait_ms`` waits for its end at most so long."""
+        ...
 
-    async def store(self, request: StoreRequest) -> tuple[ChunkResult, ...]: ...
+    async def store(self, request: StoreRequest) -> tuple[ChunkResult, ...]:
+        """Copies whole chunks out of the worker's blocks; any later lookup finds what is STORED or RESIDENT."""
+        ...
 
-    async def retrieve(self, request: RetrieveRequest) -> tuple[ChunkResult, ...]: ...
+    async def retrieve(self, request: RetrieveRequest) -> tuple[ChunkResult, ...]:
+        """Copies a range of what a lookup found into the worker's blocks; only what is LOADED may be used."""
+        ...
 
-    async def free(self, request: FreeRequest) -> int: ...
+    async def free(self, request: FreeRequest) -> int:
+        """Gives pins of a lookup back; how many (one a chunk, KV rank and reader). Repeating changes nothing."""
+        ...
 
-    async def end_request(self, engine_id: str, request_id: str) -> Ended: ...
+    async def end_request(self, engine_id: str, request_id: str) -> Ended:
+        """Ends every lookup of a request, with its pins. Harmless when repeated or unknown."""
+        ...
 
-    async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None: ...
+    async def fence(self, engine_id: str, call_ids: Sequence[int]) -> None:
+        """Revokes stores and retrieves of this client; when it answers, their blocks are free."""
+        ...
 
     def read_chunks(self, request: ReadChunksRequest) -> AsyncIterator[ReadChunksAnswer]:
-        """Closing the iterator (``aclose``) ends the stream."""
+        """Chunks of a lookup as bytes. Closing the iterator (``aclose``) ends the stream."""
         ...
 
     async def write_chunks(
         self, request: WriteChunksRequest, parts: AsyncIterator[ChunkPart]
-    ) -> tuple[ChunkResult, ...]: ...
+    ) -> tuple[ChunkResult, ...]:
+        """Stores chunks that come as bytes."""
+        ...
 
     def watch(self, request: WatchRequest) -> AsyncIterator[WatchEvent]:
-        """Closing the iterator (``aclose``) ends the stream."""
+        """Tells what can be found in L1, and what not any more. Closing the iterator (``aclose``) ends the stream."""
         ...
 
 
@@ -356,32 +314,61 @@ class ClearTarget:
 class AdminApi(Protocol):
     """The operator's view."""
 
-    async def get_status(self) -> ServerStatus: ...
-
-    async def list_engines(self) -> tuple[EngineStatus, ...]: ...
-
-    async def list_spaces(self) -> tuple[SpaceStatus, ...]: ...
-
-    async def clear(self, target: ClearTarget) -> Cleared: ...
-
-    async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared: ...
-
-    async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held: ...
-
-    async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed: ...
-
-    async def inspect(self, space: SpaceRef, content: Content) -> Inspection: ...
-
-    def record_trace(self) -> AsyncIterator[TracedCalls]:
-        """Begins with the first ``anext``; closing the iterator (``aclose``) ends it."""
+    async def get_status(self) -> ServerStatus:
+        """The server at a glance: L1, tiers, counters."""
         ...
 
-    async def unpin(self, pin_id: bytes) -> int: ...
+    async def list_engines(self) -> tuple[EngineStatus, ...]:
+        """Engines with a client that is attached, and their clients."""
+        ...
 
-    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota: ...
+    async def list_spaces(self) -> tuple[SpaceStatus, ...]:
+        """Spaces that have data in L1."""
+        ...
 
-    async def get_quota(self, cache_salt: str) -> Quota: ...
+    async def clear(self, target: ClearTarget) -> Cleared:
+        """Forgets: nothing that was stored before the answer is found again, in any tier."""
+        ...
 
-    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy: ...
+    async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
+        """Says that the weights of a model, or of one identity, are new: what was stored is not found any more."""
+        ...
 
-    async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool: ...
+    async def pin(self, space: SpaceRef, content: Content, ttl_ms: int) -> Held:
+        """Keeps what is there of a prefix in L1 for ``ttl_ms``."""
+        ...
+
+    async def warm(self, space: SpaceRef, content: Content, wait_ms: int) -> Warmed:
+        """Reads a prefix from lower tiers into L1, within ``wait_ms``."""
+        ...
+
+    async def inspect(self, space: SpaceRef, content: Content) -> Inspection:
+        """Where the chunks of a prompt are, and who keeps them. Changes nothing."""
+        ...
+
+    def record_trace(self) -> AsyncIterator[TracedCalls]:
+        """Lookups and stores as they come, without their contents. Begins with the first ``anext``; closing the
+        iterator (``aclose``) ends it."""
+        ...
+
+    async def unpin(self, pin_id: bytes) -> int:
+        """Ends a ``pin``; how many chunks it held."""
+        ...
+
+    async def set_quota(self, cache_salt: str, size_bytes: int | None) -> Quota:
+        """Bounds what a tenant may hold (None: no bound)."""
+        ...
+
+    async def get_quota(self, cache_salt: str) -> Quota:
+        """What a tenant may hold, and holds."""
+        ...
+
+    async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
+        """When what is stored for a model (empty: for any without a policy of its own) goes to lower tiers; None: no
+        policy of its own. Answers what is in force."""
+        ...
+
+    async def drain_engine(self, engine: str, wait_ms: int = 0) -> bool:
+        """Takes an engine (its id or fingerprint) out: what it begins is refused. True when, within ``wait_ms``, none
+        of its copies runs any more and all its pins are gone."""
+        ...

@@ -81,7 +81,7 @@ class _Open:
     admin: Any
 
 
-class AioClient:
+class AioClient(api.CacheApi, api.AdminApi):
     """CacheApi and AdminApi over one channel.
 
     Thread rule: belongs to the event loop of its first call; nothing here may be called from another thread or loop.
@@ -97,7 +97,10 @@ class AioClient:
         self.client_id = client_id or new_client_id("client")
         self.options = options
         self._named: tuple[tuple[str, str], ...] = ((CLIENT_ID_KEY, self.client_id),)
-        self._token = token_for(self.address, options.shown())
+        shown = options.shown()
+        if shown.uses_tls(self.address):
+            shown.read()  # a file that is not there is told to whoever named it, and not at each attempt to connect
+        self._token = token_for(self.address, shown)
         self._opened: _Open | None = None
         self._closed = False
 
@@ -297,8 +300,6 @@ class AioClient:
         return await self._call(stub, admin.encode_set_quota_request(cache_salt, size_bytes), admin.decode_quota)
 
     async def set_write_policy(self, model: str, policy: WritePolicy | None) -> WritePolicy:
-        """When what is stored for a model (empty: for any without a policy of its own) goes to lower tiers; None: no
-        policy of its own. Answers what is in force."""
         request = admin_pb2.SetWritePolicyRequest(model=model, policy=encode_write_policy(policy))
         answer = await self._call(self._stubs().admin.SetWritePolicy, request, lambda message: message.policy)
         return decode_write_policy(answer) or WritePolicy.THROUGH

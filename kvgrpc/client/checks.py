@@ -10,6 +10,12 @@ from kvgrpc import api
 from kvgrpc.core.types import TokenRange
 
 
+def check_request_id(request_id: object) -> None:
+    """TypeError for a number, say, which would be no other request than its text."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id is {type(request_id).__name__}; send a str")
+
+
 def check_content(content: object) -> None:
     """TypeError for what no server could be asked about."""
     if not isinstance(content, api.Content):

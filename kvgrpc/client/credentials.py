@@ -38,13 +38,25 @@ class Credentials:
     def uses_tls(self, address: Address) -> bool:
         return not address.is_unix and (address.tls or bool(self.ca_file or self.cert_file))
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. ValueError names one that cannot be read, or is no certificate."""
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """CA, key and certificate. ValueError names a file that cannot be read, or is no certificate."""
         ca, key, cert = (_read(path) if path else None for path in (self.ca_file, self.key_file, self.cert_file))
         for path, text in ((self.ca_file, ca), (self.cert_file, cert)):
             if text is not None and _CERTIFICATE not in text:
                 raise ValueError(f"{path}: there is no certificate in it (PEM)")
-        return grpc.ssl_channel_credentials(ca, key, cert)
+        return ca, key, cert
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """ValueError as for ``read``."""
+        return grpc.ssl_channel_credentials(*self.read())
+
+    def is_it_there(self, address: Address) -> str:
+        """What to ask whoever got no answer from there."""
+        if address.is_unix:
+            return "is the server running?"
+        if self.uses_tls(address):
+            return "is the server running? If it is, its certificate may be of another CA or name, or expired"
+        return "is the server running? If it is, it may have TLS: name the CA (Credentials.ca_file, KVGRPC_CA_FILE)"
 
 
 def default_credentials() -> Credentials:

@@ -65,9 +65,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """The prefix that can be retrieved under ``job_id``. A miss has ``hit_tokens`` 0; ``reason`` says why nobody was
-    asked or no answer came ("" when the server did answer): BREAKER_OPEN, IN_FLIGHT_LIMIT, PREFETCH_TIMEOUT, DISCARDED,
-    or a refusal's."""
+    """The prefix that can be retrieved under ``job_id``: ``hit_tokens`` of it, whole chunks. A miss has 0; ``reason``
+    says why nobody was asked or no answer came ("" when the server did answer): BREAKER_OPEN, IN_FLIGHT_LIMIT,
+    PREFETCH_TIMEOUT, DISCARDED, or a refusal's. Not ``pinned``: it may be evicted before it is retrieved.
+    ``limited_by`` as in PrefetchStatus."""
 
     hit_tokens: int = 0
     job_id: bytes = b""

@@ -17,7 +17,7 @@ from kvgrpc import api
 from kvgrpc.breaker import Breaker, BreakerSettings, Permit
 from kvgrpc.client.aio import AioClient, new_client_id
 from kvgrpc.client.channel import ChannelOptions
-from kvgrpc.client.checks import check_content
+from kvgrpc.client.checks import check_content, check_request_id
 from kvgrpc.client.lookups import LookupBounds, LookupResult, Lookups, Query, Terms
 from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session
@@ -29,8 +29,10 @@ ContentSource = api.Content | Callable[[], api.Content]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """``tp_size`` and ``kv_ranks`` go into every lookup. ``in_flight`` bounds the lookups without an answer,
-    ``remembered`` the requests that were neither discarded nor closed. ``client_id``: default is a new random one."""
+    """``tp_size`` is that of the engine's workers: else every lookup is a miss (TP_SIZE_MISMATCH). ``kv_ranks``: those
+    that this server holds, where workers of one engine talk to several servers; empty: all. ``in_flight`` bounds the
+    lookups without an answer, ``remembered`` the requests that were neither discarded nor closed. ``client_id``:
+    default is a new random one."""
 
     tp_size: int = 1
     kv_ranks: tuple[int, ...] = ()
@@ -43,7 +45,8 @@ class SchedulerOptions:
 
 
 class SchedulerClient:
-    """Looks up prefixes for one engine.
+    """Looks up prefixes for one engine. ``engine_id`` (16 to 64 random characters) and ``identity``, with its
+    ``stored_form``, are those of the engine's workers.
 
     Thread rule: every method may be called from any thread but a future's callback; each returns at once, except
     ``lookup``, ``wait_for_answer``, ``start`` and ``close``, which wait no longer than they are told. A background
@@ -198,7 +201,7 @@ class SchedulerClient:
 
     def free(self, request_id: str, range: TokenRange | None = None, readers: tuple[Reader, ...] = ()) -> None:
         """Gives back pins that will not be retrieved, in the background: all, or of whole chunks in ``range``, or of
-        ``readers``. Nothing happens for a request that has no hit."""
+        ``readers``. The request goes on: its answer is still remembered. Nothing happens where there is no hit."""
         self._loop.check()
         with self._lock:
             query = self._queries.get(request_id)
@@ -244,6 +247,7 @@ class SchedulerClient:
         try:
             query.content = content() if callable(content) else content
             check_content(query.content)
+            check_request_id(query.request_id)
             query.given = None if callable(content) else content
         except BaseException:
             self._unask(query)

@@ -157,8 +157,7 @@ class Session:
         while self.attachment is None and loop.time() < end:
             await self.changed(end - loop.time())
         if self.attachment is None and self.problem is None:
-            text = f"no answer from {self._client.address.target} yet; is the server running?"
-            self._note_problem(Refusal(Reason.SERVER_UNREACHABLE, text))
+            self._note_problem(self._no_answer(" yet"))
         return self.attachment is not None
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -192,8 +191,12 @@ class Session:
             except Refusal as refusal:
                 if refusal.reason is not Reason.DEADLINE:
                     raise
-            text = f"no answer from {self._client.address.target}; is the server running?"
-            self._note_problem(Refusal(Reason.SERVER_UNREACHABLE, text))
+            self._note_problem(self._no_answer())
+
+    def _no_answer(self, yet: str = "") -> Refusal:
+        address = self._client.address
+        text = f"no answer from {address.target}{yet}; {self._client.options.shown().is_it_there(address)}"
+        return Refusal(Reason.SERVER_UNREACHABLE, text)
 
     def _life(self, epoch: bytes) -> ServerLife:
         """The life of this epoch. It is known before the attach, so that its process can only be the one attached

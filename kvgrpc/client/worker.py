@@ -163,7 +163,8 @@ class WorkerClient:
         ready: Ready | bytes | None = None,
         timeout_s: float | None = None,
     ) -> CopyFuture:
-        """Stores the full chunks of ``content`` inside ``range`` from ``blocks`` (one sequence of ids a KV group).
+        """Stores the full chunks of ``content`` inside ``range`` (None: all) from ``blocks``, one sequence of ids a KV
+        group: ``blocks[g][0]`` is the block of ``range.start``. ``content`` begins with the prompt's first token.
 
         ``ready`` is an event of the card that was recorded behind what writes the blocks: this client waits for it, and
         then sends the call. Or it is such an event's CUDA IPC handle, as ``ipc_handle()`` of a torch event with
@@ -193,6 +194,9 @@ class WorkerClient:
         timeout_s: float | None = None,
     ) -> CopyFuture:
         """Loads ``range`` of a looked-up prefix into ``blocks``; ``blocks[g][0]`` is the block of ``range.start``.
+
+        A hit of a hybrid model is of use when it is loaded to its end: a beginning of it, though LOADED, lacks windows
+        and states. Look up a shorter prompt instead.
 
         ``ready``: as for ``store``, behind whatever still uses the blocks.
         """

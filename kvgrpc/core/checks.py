@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import astuple, fields
 
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.index import IdentityFacts
@@ -17,6 +18,7 @@ from kvgrpc.core.types import (
     Need,
     Part,
     Registration,
+    SpaceIdentity,
     StoreCommand,
     TokenRange,
 )
@@ -57,7 +59,9 @@ def check_blocks(
             used = _named(used, group, at, limits.chunk_tokens)
         unsigned = getattr(used, "typecode", "") == "I"  # as they come; to look for the least would take time
         if used and not (max(used) < group.num_blocks and (unsigned or min(used) >= 0)):
-            text = f"a block id of group {at} is not below num_blocks {group.num_blocks}"
+            text = (
+                f"block ids of group {at} are {min(used)} to {max(used)}, not all below num_blocks {group.num_blocks}"
+            )
             raise Refusal(Reason.BLOCK_IDS, text, field=f"blocks[{at}].ids")
 
 
@@ -127,9 +131,11 @@ def lookup_ranks(command: LookupCommand, facts: IdentityFacts) -> tuple[int, ...
     return ranks
 
 
-def lookup_kv_tp_size(command: LookupCommand, num_ranks: int, registration: Registration | None) -> int:
+def lookup_kv_tp_size(
+    command: LookupCommand, num_ranks: int, identity: SpaceIdentity, registration: Registration | None
+) -> int:
     """The engine's kv_tp_size; without a registration the lookup's tp_size, so that an object has one reader. Refuses:
-    TP_SIZE_MISMATCH."""
+    TP_SIZE_MISMATCH, SPACE_MISMATCH."""
     if not 1 <= command.tp_size <= 128:
         raise Refusal(Reason.TP_SIZE_MISMATCH, f"tp_size {command.tp_size} is not 1 to 128", field="tp_size")
     kv_tp_size = command.tp_size if registration is None else registration.kv_tp_size
@@ -138,11 +144,13 @@ def lookup_kv_tp_size(command: LookupCommand, num_ranks: int, registration: Regi
         raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
     if registration is None:
         return command.tp_size
-    if command.tp_size % registration.kv_tp_size:
-        text = f"tp_size {command.tp_size} is not divisible by the engine's kv_tp_size {registration.kv_tp_size}"
-        raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
+    if registration.identity != identity:
+        pairs = zip(fields(identity), astuple(identity), astuple(registration.identity), strict=True)
+        said = ", ".join(f"{at.name} is {own!r} here, {other!r} there" for at, own, other in pairs if own != other)
+        text = f"the engine's workers registered another identity: {said}"
+        raise Refusal(Reason.SPACE_MISMATCH, text, field="space.space_base")
     if command.tp_size != registration.tp_size:
-        text = f"tp_size is {command.tp_size}, the engine's workers registered {registration.tp_size}"
+        text = f"tp_size is {command.tp_size}, the engine's workers registered {registration.tp_size}: send theirs"
         raise Refusal(Reason.TP_SIZE_MISMATCH, text, field="tp_size")
     return registration.kv_tp_size
 

@@ -53,7 +53,7 @@ class Lookups:
         checks.check_prefix(command.content, limits)
         facts = self._index.facts(command.space.space_base)
         ranks = checks.lookup_ranks(command, facts)
-        kv_tp_size = checks.lookup_kv_tp_size(command, len(ranks), engine.registration())
+        kv_tp_size = checks.lookup_kv_tp_size(command, len(ranks), facts.identity, engine.registration())
         if command.policy.no_lookup:
             return NO_HIT
         counters["lookups"] += 1

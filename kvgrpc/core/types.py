@@ -19,7 +19,12 @@ from kvgrpc.core.limits import *  # noqa: F403 - and those of settings
 
 @dataclass(frozen=True, slots=True)
 class SpaceIdentity:
-    """What an engine says once about its KV data. Equal identities (and LoRA, and salt) share data; unequal never."""
+    """What an engine says once about its KV data. Equal identities (and LoRA, and salt) share data; unequal never.
+
+    ``revision``: the version of the weights. ``kv_dtype``: of the cache, as "bfloat16". ``kv_world_size``: how many KV
+    ranks together hold one chunk. ``hash_algorithm``: OWN_HASH_ALGORITHM where the server hashes token ids, else the
+    engine's own name for the hashes that it sends. ``stored_form``: what ``stored_form(groups)`` computes.
+    """
 
     model: str
     revision: str
@@ -39,7 +44,7 @@ class SpaceRef:
 
 
 class Priority(IntEnum):
-    """Eviction class; lower goes first."""
+    """Eviction class: all LOW chunks go before any NORMAL one, those before any HIGH one."""
 
     LOW = 0
     NORMAL = 1
@@ -57,7 +62,8 @@ class WritePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What one request wants beyond the default."""
+    """What one request wants beyond the default. ``retention_ns``: keep its chunks at least so long (nanoseconds, a day
+    at most), as far as the server's ``--hold-share`` allows; ``priority``: evict them before or after others."""
 
     no_store: bool = False
     no_lookup: bool = False
@@ -79,7 +85,8 @@ class ChunkKeys:
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Half-open range of token positions."""
+    """Tokens ``start`` up to, and without, ``end``, counted from the prompt's first one; both are multiples of the
+    block size."""
 
     start: int
     end: int
@@ -87,7 +94,7 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who may read an object once under a lease."""
+    """Who may read an object once under a lease: the worker that registered as ``tp_rank``, of object ``kv_rank``."""
 
     kv_rank: int
     tp_rank: int
@@ -209,7 +216,8 @@ class FreeCommand:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStatus:
-    """State of a lookup. While not ``done`` the other fields are unset."""
+    """State of a lookup. While not ``done`` the other fields are unset. ``limited_by``: why the hit is shorter than it
+    might have been: "", PREFETCH_TIMEOUT, PREFETCH_LIMIT or PREFETCH_FAILED."""
 
     done: bool
     hit_tokens: int = 0
@@ -228,7 +236,8 @@ class LookupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Effect of Clear or BumpGeneration."""
+    """Effect of Clear or BumpGeneration: how many chunks cannot be found any more; of those,
+    ``still_pinned_chunks`` wait for a pin or a copy to give their memory back."""
 
     removed_chunks: int
     still_pinned_chunks: int
@@ -245,7 +254,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Effect of Pin."""
+    """Effect of Pin. ``pin_id`` is empty when nothing of the prefix is in L1."""
 
     pin_id: bytes
     pinned_tokens: int

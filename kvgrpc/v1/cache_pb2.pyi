@@ -140,7 +140,7 @@ class LookupRequest(_message.Message):
     """How long lower tiers may take before the answer counts what is ready. 0 = the server's default; at most 60,000."""
     @_builtins.property
     def space(self) -> _common_pb2.SpaceRef:
-        """Where to look."""
+        """Where to look. Once workers of the engine have registered, their identity (else FAILED_PRECONDITION, SPACE_MISMATCH)."""
 
     @_builtins.property
     def content(self) -> _common_pb2.Content:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -231,6 +231,16 @@ def test_another_question_under_a_request_id_is_the_callers_error(
     client.lookup("r1", tokens(64, first=1), attempt=1, timeout_s=5)
     client.discard("r1")
     client.lookup("r1", tokens(63), timeout_s=5)
+
+
+def test_a_number_is_no_request_id(server: FakeServer, make_scheduler: MakeScheduler) -> None:
+    server.start()
+    client, number = make_scheduler(server.address, in_flight=1), cast(str, 7)
+    client.start()
+    for look in (client.try_lookup, client.lookup):
+        with pytest.raises(TypeError, match="request_id is int; send a str"):
+            look(number, tokens(32))
+    assert client.lookup("7", tokens(32), timeout_s=5.0).reason == ""  # the one place of a lookup is free again
 
 
 def test_a_start_without_a_server_says_why(folder: Path, make_scheduler: MakeScheduler) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from kvgrpc.core import calls
 from kvgrpc.core import types as t
-from kvgrpc.core.errors import Reason
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import SliceReport
 from tests.core.desk import BLOCK, CHUNK, OBJECT, Desk, EngineDesk, block_ids, refused
 
@@ -242,13 +242,25 @@ def test_another_space_than_the_registered_one_is_refused():
     e.base, base = other.base, e.base
     with refused(Reason.SPACE_MISMATCH):
         e.store("b", 4)
+    desk.book.unregister(desk.now, e.worker(0), e.engine_id)
     job = e.lookup("a", 4)
+    e.share(0)
     with refused(Reason.SPACE_MISMATCH):
         e.retrieve(job)
     e.base = b"nobody's"
     with refused(Reason.SPACE_UNKNOWN):
         e.store("b", 4)
     e.base = base
+
+
+def test_a_block_outside_the_pool_is_named():
+    desk, e = held()
+    with pytest.raises(Refusal, match=f"block ids of group 0 are 1 to {t.NULL_BLOCK}, not all below num_blocks 1024"):
+        desk.book.store(
+            0,
+            e.worker(0),
+            t.StoreCommand(e.engine_id, 1, e.space, e.content("a", 1), t.TokenRange(0, 16), ([1, 2, 3, t.NULL_BLOCK],)),
+        )
 
 
 def test_lists_of_blocks_are_as_good_as_tuples():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvgrpc.core import types as t
-from kvgrpc.core.errors import Reason
+from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.keys import fingerprint
 from kvgrpc.core.types import Role
 from tests.core.desk import BLOCK, OBJECT, Desk, EngineDesk, refused
@@ -274,6 +274,20 @@ def test_workers_of_one_engine_agree_on_the_identity():
         e.share(1, identity=replace(e.identity, model="another"))
     with refused(Reason.INVALID_FIELD):
         desk.book.register(0, e.scheduler, e.registration(0))
+
+
+def test_a_lookup_under_another_identity_than_the_workers_says_what_differs():
+    """It would be a miss for ever: nothing of this engine is stored there."""
+    desk = Desk()
+    e = desk.engine()
+    e.store("a", 2)
+    own, e.base = e.base, desk.book.space_base(desk.now, replace(e.identity, revision="r2", kv_dtype="float16"))
+    with pytest.raises(Refusal, match=r"kv_dtype is 'float16' here, 'bfloat16' there") as refusal:
+        e.lookup("a", 2)
+    assert refusal.value.reason is Reason.SPACE_MISMATCH
+    assert "revision is 'r2' here, 'r1' there" in refusal.value.message and "model" not in refusal.value.message
+    e.base = own
+    assert e.hits("a", 2) == 2
 
 
 def test_objects_of_one_space_and_rank_have_one_length_while_anybody_has_or_shares_them():

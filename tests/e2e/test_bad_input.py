@@ -155,6 +155,11 @@ async def test_lookup(tmp_path: Path) -> None:
             lambda s: s.lookup(space=SpaceRef(b"u" * 16)),
             ("FAILED_PRECONDITION", "SPACE_UNKNOWN", "space.space_base"),
         ),
+        (
+            "space of another engine",
+            lambda s: s.lookup(space=s.other.space),
+            ("FAILED_PRECONDITION", "SPACE_MISMATCH", "space.space_base"),
+        ),
         ("long salt", lambda s: s.lookup(space=named(s, cache_salt="s" * 513)), invalid("space.cache_salt")),
         ("long adapter", lambda s: s.lookup(space=named(s, lora="l" * 513)), invalid("space.lora")),
         ("hashes for tokens", lambda s: s.lookup(content=HASHES), bad("CONTENT_KIND", "content")),

@@ -3,24 +3,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from kvgrpc.api import Hello
+from kvgrpc.api import OWN_HASH_ALGORITHM, Hello
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.client.credentials import Credentials
+from kvgrpc.client.scheduler import SchedulerClient, SchedulerOptions
+from kvgrpc.client.watcher import Watcher
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import SpaceIdentity
 from tests.cli.test_serve import refused
 from tests.e2e.harness import BLOCK, CHUNK, outcomes, tokens_of
 from tests.security.guarded import Authority, guarded
+
+ENGINE = "engine-of-the-tls-tests"
 
 
 def tls(authority: Authority, *, client_ca: bool = False) -> tuple[str, ...]:
@@ -132,6 +139,41 @@ def test_a_file_without_a_certificate_is_named(tmp_path: Path):
     for wrong in (Credentials(ca_file=str(key)), Credentials(cert_file=str(key), key_file=str(cert))):
         with pytest.raises(ValueError, match=f"{key}: there is no certificate in it"):
             wrong.channel_credentials()
+
+
+def test_a_file_that_is_not_there_is_told_when_a_client_is_made(tmp_path: Path):
+    """Not at every attempt to connect, by a background thread, for ever."""
+    authority = Authority(tmp_path)
+    wrong = Credentials(ca_file=f"{tmp_path}/none.pem")
+    options = ChannelOptions(credentials=wrong)
+    identity = SpaceIdentity("llama", "r1", "bfloat16", 1, OWN_HASH_ALGORITHM, "opaque:x:y:16")
+    makes: list[Callable[[str], object]] = [
+        lambda address: AioClient(address, options=options),
+        lambda address: Watcher(address, options=options),
+        lambda address: SchedulerClient(address, ENGINE, identity, SchedulerOptions(channel=options)),
+    ]
+    for make in makes:
+        with pytest.raises(ValueError, match=r"none\.pem: No such file"):
+            make("127.0.0.1:1")
+        make(f"unix:{tmp_path}/s")  # it has no TLS, so nothing is read
+    assert Credentials(ca_file=str(authority.ca)).read()[0] == authority.ca.read_bytes()
+
+
+async def test_a_scheduler_is_told_what_else_than_the_server_may_be_wrong(tmp_path: Path):
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    identity = SpaceIdentity("llama", "r1", "bfloat16", 1, OWN_HASH_ALGORITHM, "opaque:x:y:16")
+    async with guarded(*tls(authority), tcp=True) as server:
+        for shown, hint in (
+            (Credentials(), "it may have TLS: name the CA"),
+            (Credentials(ca_file=str(other.ca)), "its certificate may be of another CA or name, or expired"),
+        ):
+            options = SchedulerOptions(channel=ChannelOptions(credentials=shown))
+            scheduler = SchedulerClient(server.address, ENGINE, identity, options)
+            try:
+                assert not await asyncio.to_thread(scheduler.start, 0.2)
+                assert scheduler.problem is not None and hint in scheduler.problem.message
+            finally:
+                await asyncio.to_thread(scheduler.close)
 
 
 async def test_kvgrpc_status_over_tls(tmp_path: Path):
