@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvgrpc.client import SchedulerClient, SchedulerOptions, WorkerClient, WorkerOptions
+from kvgrpc.client import LookupBounds, SchedulerClient, SchedulerOptions, WorkerClient, WorkerOptions
 from tests.client.fakes import ENGINE, IDENTITY, FakeServer, short_folder
 from tests.client.memory import register_request
 
@@ -36,7 +36,8 @@ def make_scheduler() -> Iterator[MakeScheduler]:
     made: list[SchedulerClient] = []
 
     def make(address: str, **options: Any) -> SchedulerClient:
-        client = SchedulerClient(address, ENGINE, IDENTITY, SchedulerOptions(**options))
+        patient = {"bounds": LookupBounds(answer_s=20), **options}  # who tests bounds names them
+        client = SchedulerClient(address, ENGINE, IDENTITY, SchedulerOptions(**patient))
         made.append(client)
         return client
 

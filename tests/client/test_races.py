@@ -60,7 +60,7 @@ def test_what_is_handed_over_while_the_loop_stops_runs_or_is_refused() -> None:
             thread.start()
         loop.stop()
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         assert not any(thread.is_alive() for thread in threads), "somebody waits for what never runs"
         assert len(said) == 4
         assert set(said) <= {"the client is closed", "the client was closed meanwhile"}
@@ -116,7 +116,7 @@ def test_closing_ends_the_calls_of_other_threads(server: FakeServer) -> None:
     thread.start()
     wait_until(lambda: cache.asked("handshake"))
     client.close()
-    thread.join(2)
+    thread.join(10)
     assert said == ["the client was closed meanwhile"]
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvgrpc import api
+from kvgrpc.breaker import BreakerSettings
 from kvgrpc.client import LookupBounds, LookupResult, SchedulerClient
-from kvgrpc.core.types import Reader, TokenRange
+from kvgrpc.core.types import Reader, S, TokenRange
 from tests.client.conftest import MakeScheduler
 from tests.client.fakes import CHUNK, FakeServer, Knobs, fake_process, wait_until
 from tests.client.memory import tokens
@@ -272,15 +273,15 @@ def test_internal_errors_open_the_breaker_and_a_good_server_closes_it(
     server: FakeServer, make_scheduler: MakeScheduler
 ) -> None:
     cache = server.start(Knobs(refuse={"lookup": "INTERNAL"}))
-    client = make_scheduler(server.address)
+    client = make_scheduler(server.address, breaker=BreakerSettings(first_delay_ns=60 * S, longest_delay_ns=60 * S))
     client.start()
-    reasons = [client.lookup(f"r{i}", tokens(32)).reason for i in range(20)]
+    reasons = [client.lookup(f"r{i}", tokens(32), timeout_s=10).reason for i in range(20)]
     assert reasons == ["INTERNAL"] * 3 + ["BREAKER_OPEN"] * 17
     assert len(cache.asked("lookup")) == 3
     server.stop()
     wait_until(lambda: not client.attached)
     server.start()
-    took_s = wait_until(lambda: client.lookup(f"back {time.monotonic()}", tokens(32)).hit_tokens == 32)
+    took_s = wait_until(lambda: client.lookup(f"back {time.monotonic()}", tokens(32), timeout_s=10).hit_tokens == 32)
     assert took_s < 5
 
 
@@ -288,16 +289,16 @@ def test_refusals_are_misses_that_leave_the_breaker_closed(server: FakeServer, m
     cache = server.start(Knobs(refuse={"lookup": "TP_SIZE_MISMATCH"}))
     client = make_scheduler(server.address)
     client.start()
-    assert [client.lookup(f"r{i}", tokens(32)).reason for i in range(10)] == ["TP_SIZE_MISMATCH"] * 10
+    assert [client.lookup(f"r{i}", tokens(32), timeout_s=10).reason for i in range(10)] == ["TP_SIZE_MISMATCH"] * 10
     cache.knobs.refuse.clear()
-    assert client.lookup("good", tokens(32)).hit_tokens == 32
+    assert client.lookup("good", tokens(32), timeout_s=10).hit_tokens == 32
 
 
 def test_a_server_that_forgot_the_space_is_told_again(server: FakeServer, make_scheduler: MakeScheduler) -> None:
     cache = server.start(Knobs(refuse={"lookup": "SPACE_UNKNOWN"}))
     client = make_scheduler(server.address)
     client.start()
-    assert client.lookup("r1", tokens(32)).reason == "SPACE_UNKNOWN"
+    assert client.lookup("r1", tokens(32), timeout_s=10).reason == "SPACE_UNKNOWN"
     wait_until(lambda: len(cache.asked("handshake")) > 1)
     cache.knobs.refuse.clear()
     wait_until(lambda: client.lookup(f"again {time.monotonic()}", tokens(32)).hit_tokens == 32)
@@ -307,11 +308,11 @@ def test_draining_makes_misses_at_once(server: FakeServer, make_scheduler: MakeS
     cache = server.start()
     client = make_scheduler(server.address)
     client.start()
-    assert client.lookup("r1", tokens(32)).hit_tokens == 32
+    assert client.lookup("r1", tokens(32), timeout_s=10).hit_tokens == 32
     server.drain()
     wait_until(lambda: client.try_lookup("r1", tokens(32)) == LookupResult(reason="SERVER_DRAINING"))
     asked = len(cache.asked("lookup"))
-    assert client.lookup("r2", tokens(32)).hit_tokens == 0
+    assert client.lookup("r2", tokens(32), timeout_s=10).hit_tokens == 0
     assert len(cache.asked("lookup")) == asked
 
 
@@ -319,7 +320,7 @@ def test_hits_of_a_server_that_is_gone_are_not_remembered(server: FakeServer, ma
     server.start()
     client = make_scheduler(server.address)
     client.start()
-    old = client.lookup("r1", tokens(32))
+    old = client.lookup("r1", tokens(32), timeout_s=10)
     server.stop()
     cache = server.start(Knobs(half=True))
     wait_until(lambda: client.attached and cache.asked("attach"))

@@ -62,7 +62,7 @@ def engine_at_work(address: str, name: str, memory: Any) -> None:
     tokens = Tokens.from_ids(range(2 * BLOCK_SIZE))
     (stored,) = worker.store(tokens, [[0, 1]]).result(20)
     assert (stored.outcome, stored.count) == (ChunkOutcome.STORED, 2)
-    found = scheduler.lookup("request", tokens)
+    found = scheduler.lookup("request", tokens, timeout_s=20)
     assert (found.hit_tokens, found.reason) == (2 * CHUNK, "")
     (loaded,) = worker.retrieve(found.job_id, TokenRange(0, 2 * CHUNK), [[9, 8]]).result(20)
     assert (loaded.outcome, loaded.count) == (ChunkOutcome.LOADED, 2)

@@ -19,6 +19,7 @@ from tests.deploy.chart import CHART, HELMS, KUBECTL, NAMESPACE, Manifest, of_ki
 from tests.deploy.controllers import ARENA_FILES, Controllers, controllers
 from tests.deploy.node import Node, node
 from tests.deploy.test_chart_lives import UNCHECKED, Release
+from tests.served import wait_until
 
 SERVER, ARENA = "kv-kvgrpc", "kv-kvgrpc-arena"
 SMALL = {"arena_persist": "true", "l1_size": "64Mi"}
@@ -101,6 +102,7 @@ def test_a_node_that_is_down_holds_up_the_hook_and_not_the_release(version: str,
         done = world.release.tried("uninstall")
         assert done.returncode != 0 and ARENA in done.stderr, done.stderr
         assert "timed out waiting for the condition" in world.played.said
+        wait_until(lambda: world.played.story, 30)
         assert world.played.story == ENDED[:1], "nothing is removed while a server may run"
 
         world.release.do("uninstall", "--no-hooks")

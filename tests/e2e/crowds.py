@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import signal
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -100,7 +101,8 @@ class Crowd:
 
     @property
     def done(self) -> bool:
-        return self.loaded.total() >= RETRIEVES
+        """Whether enough came, and a part of it from below: how much does is the machine's matter."""
+        return self.loaded.total() >= RETRIEVES and self.loaded.total() - self.loaded["l1"] >= RETRIEVES // 4
 
     async def write(self, engine: Engine, chance: random.Random) -> None:
         """No faster than others read: else nearly all goes out of L1 before its turn to be written below."""
@@ -247,11 +249,14 @@ async def kills_in_the_middle_of_writes(server: DiskServer, store: Store, large_
         server.start()
         async with engines(server, small.kv, large.kv) as members:
             blocks = chance.sample(range(16), PER_CHUNK)
-            tiers = [await kind.load(members[kind is large], prompt, blocks) for prompt, kind in prompts]
-            name = server.tier().name
-            assert set(tiers) <= {name, ""}
-            assert tiers.count(name) >= reported, "what was reported is there"
-            assert tiers[-1] == "" or not stands_still, "the kill came before its end"
+            tiers = {prompt: await kind.load(members[kind is large], prompt, blocks) for prompt, kind in prompts}
+            assert set(tiers.values()) <= {server.tier().name, ""}
+            assert tiers[prompts[-1][0]] == "" or not stands_still, "the kill came before its end"
+            end = time.monotonic() + 30
+            while sum(map(bool, tiers.values())) < reported:  # a busy store may answer too late for one lookup
+                assert time.monotonic() < end, "what was reported is there"
+                for prompt, kind in prompts:
+                    tiers[prompt] = tiers[prompt] or await kind.load(members[kind is large], prompt, blocks)
             assert server.tier().counters.get("damaged_objects", 0) == 0
             written = server.counter("written_objects")
             assert await small.store(members[0], 500_000 + round_, range(PER_CHUNK)) == ["STORED"]

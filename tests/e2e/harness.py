@@ -82,7 +82,7 @@ def loaded_chunks(results: Sequence[ChunkResult]) -> list[int]:
     ]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "condition") -> float:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "condition") -> float:
     """Awaits a condition; the seconds it took. Fails after ``timeout_s``."""
     started = time.monotonic()
     while not condition():

@@ -148,11 +148,11 @@ async def keep_in_tier(server: LocalServer, engine: Engine, tokens: api.Tokens) 
 
 
 async def found(engine: Engine, tokens: api.Tokens, **changes: Any) -> tuple[bytes, api.PrefetchStatus]:
-    """A lookup awaited to its end: its job id and final status."""
-    answer = await engine.lookup(tokens, **changes)
+    """A lookup awaited to its end, with more patience than a busy machine needs: its job id and final status."""
+    answer = await engine.lookup(tokens, **{"prefetch_wait_ms": 10_000, **changes})
     if answer.status.done:
         return answer.job_id, answer.status
-    status = await engine.scheduler.query(engine.engine_id, answer.job_id, 10_000)
+    status = await engine.scheduler.query(engine.engine_id, answer.job_id, 30_000)
     assert status.done
     return answer.job_id, status
 

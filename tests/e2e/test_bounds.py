@@ -196,5 +196,7 @@ async def test_clear_reaches_spaces_that_were_forgotten(tmp_path: Path, target: 
             await engine.lookup(tokens_of(9, CHUNK), space=SpaceRef(engine.space.space_base, "", salt))
         await operator.clear(target)
         answer = await engine.lookup(tokens)
-        status = await engine.scheduler.query(engine.engine_id, answer.job_id, 1000) if answer.job_id else answer.status
+        status = (
+            await engine.scheduler.query(engine.engine_id, answer.job_id, 10_000) if answer.job_id else answer.status
+        )
         assert (status.done, status.hit_tokens) == (True, 0)

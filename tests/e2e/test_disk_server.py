@@ -277,7 +277,7 @@ def test_a_directory_that_goes_away_and_comes_back(server: DiskServer) -> None:
             prompt += 1
             assert one.store(prompt) == ["STORED"] * CHUNKS
             time.sleep(0.2)
-        assert server.status().arena.doomed_bytes == server.status().arena.settling_bytes == 0
+        wait_until(lambda: server.status().arena.doomed_bytes == server.status().arena.settling_bytes == 0, 30)
 
 
 def test_a_directory_that_is_not_there_at_start(server: DiskServer) -> None:

@@ -41,7 +41,7 @@ async def close_the_channel(server: LocalServer, engine: Engine, answer: LookupA
     waiting = asyncio.ensure_future(engine.lookup(tokens_of(1, TOKENS), request_id="cancelled"))
     waiting.cancel()
     await engine.scheduler.close()
-    await until(lambda: server.book.counts().pins == 0, 5, "the end of the session")
+    await until(lambda: server.book.counts().pins == 0, what="the end of the session")
 
 
 async def free_some_and_retrieve_the_rest(server: LocalServer, engine: Engine, answer: LookupAnswer) -> None:
@@ -125,7 +125,7 @@ async def test_running_retrieve_keeps_what_it_reads(tmp_path: Path, way: str) ->
         assert await asyncio.to_thread(gate.wait_reached, 10)
         if way == "the scheduler dies":
             await engine.streams[1].close()
-            await until(lambda: bool(server.book.sessions.broken), 5, "the break to be seen")
+            await until(lambda: bool(server.book.sessions.broken), what="the break to be seen")
             clock.advance(limits.reattach_grace_ns)
         elif way == "the request ends":
             assert (await engine.scheduler.end_request(engine.engine_id, "r")).ended_jobs == 1
@@ -169,7 +169,7 @@ async def test_forgotten_worker_is_told_at_once(tmp_path: Path) -> None:
         await engine.store(tokens, BLOCKS)
         answer = await engine.lookup(tokens)
         await engine.streams[0].close()
-        await until(lambda: engine.worker.client_id not in server.book.sessions.clients, 5, "the end of the session")
+        await until(lambda: engine.worker.client_id not in server.book.sessions.clients, what="the end of the session")
         times: list[float] = []
         for _ in range(20):
             for call in (
@@ -278,8 +278,8 @@ async def test_register_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
         gate.release()
         await held
         lanes = server.driver.hands.affinity.lanes
-        await until(lambda: [queued for _, _, queued in lanes()] == [0], 5, "the end of all work")
-        await until(lambda: mapped(server) == 2, 5, "the end of the mappings")
+        await until(lambda: [queued for _, _, queued in lanes()] == [0], what="the end of all work")
+        await until(lambda: mapped(server) == 2, what="the end of the mappings")
         assert outcomes(await other.store(tokens_of(2, TOKENS), BLOCKS)) == ["STORED"] * CHUNKS
 
 
@@ -294,7 +294,7 @@ async def test_threads_are_shared_evenly_and_given_back(tmp_path: Path) -> None:
             assert [threads.count(thread) for thread in range(8)] == [8] * 8
             for stream in streams:
                 await stream.close()
-            await until(lambda: not server.book.sessions.clients, 5)
+            await until(lambda: not server.book.sessions.clients)
         assert [clients for _, clients, _ in server.driver.hands.affinity.lanes()] == [()] * 8
         for turn, number in ((0, 0), (3, 63)):
             assert server.driver.hands.affinity.thread_of(f"client-{turn}-{number}") is None

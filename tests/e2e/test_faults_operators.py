@@ -57,7 +57,7 @@ async def test_drain_engine(tmp_path: Path) -> None:
         assert not await admin.drain_engine(engine.engine_id, 100), "a copy of it runs"
         assert time.monotonic() - started >= 0.1
         for stream in engine.streams:
-            await until(lambda stream=stream: stream.events[-1].draining, 5, "the news of the drain")
+            await until(lambda stream=stream: stream.events[-1].draining, what="the news of the drain")
         assert (await refused(polling))[:2] == ("NOT_FOUND", "JOB_UNKNOWN")
         status = await admin.get_status()
         assert (status.pins, status.jobs, status.calls_in_flight) == (0, 0, 1)
@@ -83,7 +83,7 @@ async def test_drain_engine(tmp_path: Path) -> None:
         assert drained == {fingerprint(engine.engine_id): True, fingerprint(other.engine_id): False}
 
         await engine.stop()
-        await until(lambda: len(server.book.sessions.engines) == 1, 5, "the end of the engine")
+        await until(lambda: len(server.book.sessions.engines) == 1, what="the end of the engine")
         assert (await refused(admin.drain_engine(engine.engine_id)))[:2] == ("NOT_FOUND", "ENGINE_UNKNOWN")
         await server.attach(server.client("new"), engine.engine_id, Role.WORKER)
 
@@ -159,7 +159,7 @@ async def test_pins_have_a_byte_budget(tmp_path: Path) -> None:
         assert (await admin.pin(engine.space, tokens_of(3, TOKENS), 60_000)).pinned_tokens == TOKENS
         assert (await admin.clear(api.ClearTarget(all=True))).removed_chunks == 3 * CHUNKS
         assert await engine.hits(tokens_of(3, TOKENS)) == 0
-        await until(lambda: server.book.arena_status().free_bytes == L1_BYTES, 5, "all memory back")
+        await until(lambda: server.book.arena_status().free_bytes == L1_BYTES, what="all memory back")
 
 
 # ---- quotas ---------------------------------------------------------------------------------------------------------

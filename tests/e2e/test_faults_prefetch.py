@@ -77,7 +77,7 @@ async def load_right(engine: Engine, job_id: bytes, chunks: int) -> None:
 
 async def settled(server: LocalServer) -> None:
     """Nothing pinned, read or being written; then everything adds up."""
-    await until(lambda: server.counts() == (0, 0, 0) and not server.driver.below.reads_in_flight("memory"), 10, "rest")
+    await until(lambda: server.counts() == (0, 0, 0) and not server.driver.below.reads_in_flight("memory"), what="rest")
     server.check()
 
 
@@ -289,7 +289,7 @@ async def test_aborted_lookups_give_everything_back(tmp_path: Path) -> None:
         callers = 12
         await asyncio.gather(*(caller(engines[number % 4], LOOKUPS // callers) for number in range(callers)))
         await settled(server)
-        await until(lambda: server.book.counts().jobs == 0, 10, "the end of all jobs")
+        await until(lambda: server.book.counts().jobs == 0, what="the end of all jobs")
         assert server.book.prefetcher.reading_bytes == 0
         assert tier.reads_in_flight == 0
 

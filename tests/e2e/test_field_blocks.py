@@ -99,7 +99,7 @@ async def test_retrieve_waits_for_a_store_of_the_same_blocks(tmp_path: Path) -> 
         await until(lambda: server.counts()[1] == 2, what="both calls")
         gate.release()
         assert outcomes(await loading) == ["LOADED"]
-        assert storing.done() and outcomes(await storing) == ["STORED"] * 8
+        assert outcomes(await storing) == ["STORED"] * 8
         engine.image.kv = other.image.kv
         assert engine.image.wrong_tokens(range(28, 32)) == []
         engine.image.kv = TINY

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from kvgrpc.core.types import CoreLimits, Direction, Role, S, SpaceRef
+from kvgrpc.core.types import ChunkResult, CoreLimits, Direction, Role, S, SpaceRef
 from tests.e2e.harness import CHUNK, Engine, LocalServer, local_server, outcomes, tokens_of, until
 from tests.e2e.probes import TINY, mapped, nothing_changes, refused
 from tests.kvdata import BLOCKS_OUTERMOST, HEADS_FIRST_OPAQUE
@@ -97,7 +97,7 @@ async def test_id_stays_taken_while_a_copy_of_its_old_process_runs(tmp_path: Pat
 
         for _ in range(3):
             assert (await attach())[:2] == ("ALREADY_EXISTS", "CLIENT_EXISTS")
-        await until(lambda: server.book.counts().engines == 0, 5, "the end of the old session")
+        await until(lambda: server.book.counts().engines == 0, what="the end of the old session")
         for _ in range(3):
             assert (await attach())[:2] == ("ALREADY_EXISTS", "CLIENT_EXISTS")
         assert second.image.untouched()
@@ -171,9 +171,10 @@ async def test_registering_again_waits_for_the_copy_in_flight(tmp_path: Path) ->
         b = replacement(server, a, arrangement=HEADS_FIRST_OPAQUE)
         a.image.write(range(32))
         gate = server.gates.hold(2, Direction.STORE)
-        prompts = (EIGHT, tokens_of(2, 8 * CHUNK))
-        storing = [asyncio.create_task(a.worker.store(a.store_request(each, range(32)))) for each in prompts]
-        assert await asyncio.to_thread(gate.wait_reached, 10)
+        prompts, storing = (EIGHT, tokens_of(2, 8 * CHUNK)), list[asyncio.Task[tuple[ChunkResult, ...]]]()
+        for each in prompts:
+            storing.append(asyncio.create_task(a.worker.store(a.store_request(each, range(32)))))
+            assert await asyncio.to_thread(gate.wait_reached, 10)  # by the first one
         await until(lambda: server.counts()[1] == 2, what="both stores")
         registering = asyncio.create_task(b.worker.register(b.registration()))
         assert not (await asyncio.wait((registering, *storing), timeout=0.1))[0], "A was given up while it is read"
@@ -214,7 +215,7 @@ async def test_restarted_engine_gets_right_bytes_in_its_own_memory(tmp_path: Pat
         target = list(range(47, 15, -1))
         assert outcomes(await second.retrieve(answer, target)) == ["LOADED"] * 8
         assert second.image.wrong_tokens(target) == [] and second.image.untouched(target)
-        await until(lambda: server.book.counts().engines == 1, 5, "the dead process to be gone")
+        await until(lambda: server.book.counts().engines == 1, what="the dead process to be gone")
         await until(lambda: mapped(server) == 1, what="A to be unmapped")
         async with nothing_changes(server, first, second):
             for call in (

@@ -42,7 +42,7 @@ async def test_tier_object_damaged_between_probe_and_load(tmp_path: Path, damage
         tokens = tokens_of(1, 8 * CHUNK)
         names = await keep_in_tier(server, engine, tokens)
         tier.hang()
-        answer = await engine.lookup(tokens)
+        answer = await engine.lookup(tokens, prefetch_wait_ms=10_000)
         assert not answer.status.done
         await until(lambda: tier.reads == 8, what="eight reads, after the probe")
         tier.damage(names[4], damage)

@@ -110,10 +110,14 @@ class Hold:
         self._ask("hold", after_runs)
         return self
 
-    def wait_reached(self, timeout_s: float = 10.0) -> None:
-        """Returns when a copy stands at the gate: it is in flight until ``release``."""
+    def reached(self) -> bool:
+        """Whether a copy stands at the gate: it is in flight until ``release``."""
+        return self._ask("reached")
+
+    def wait_reached(self, timeout_s: float = 30.0) -> None:
+        """Returns when a copy stands at the gate."""
         end = time.monotonic() + timeout_s
-        while not self._ask("reached"):
+        while not self.reached():
             assert time.monotonic() < end, f"no copy of {self.client_id} came to the gate"
             time.sleep(0.001)
 

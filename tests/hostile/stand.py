@@ -114,6 +114,11 @@ class Stand:
     def maps(self) -> list[str]:
         return Path(f"/proc/{self.served.process.pid}/maps").read_text().splitlines()
 
+    def mappings(self) -> int:
+        """How many it has, less the four that a thread may have: pools grow when they are used, and gRPC's threads come
+        and go."""
+        return len(self.maps()) - 4 * len(os.listdir(f"/proc/{self.served.process.pid}/task"))
+
     # ---- claims -----------------------------------------------------------------------------------------------------
 
     def assert_well(self, apart_from: str = "") -> None:
@@ -139,7 +144,7 @@ def stand(
         yield Stand(served, operator, stack, gates)
 
 
-def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "it") -> float:
+def until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it") -> float:
     """Seconds until the condition is true."""
     began = time.monotonic()
     while not condition():

@@ -72,7 +72,7 @@ def test_fifty_killed_in_the_middle(direction: str) -> None:
         witness = server.engine()
         assert witness.do("store", "kept", KEPT, CHUNKS, BLOCKS) is None
         assert witness.do("ended", "kept") == STORED
-        before, files, maps = server.counts(), len(server.files()), len(server.maps())
+        before, files, maps = server.counts(), len(server.files()), server.mappings()
         for wave in range(ROUNDS // AT_ONCE):
             mortals = [
                 Mortal(server, direction, wave * AT_ONCE + number, chance.randrange(CHUNKS * RUNS_A_CHUNK))
@@ -97,7 +97,7 @@ def test_fifty_killed_in_the_middle(direction: str) -> None:
                 served_right(witness, mortal, went_on=mortal not in settling)
             assert witness.do("load", KEPT, CHUNKS, BLOCKS) == CHUNKS
         until(lambda: len(server.files()) <= files, what="the end of all descriptors")
-        assert len(server.maps()) <= maps + 32
+        assert server.mappings() <= maps + 32, "a mapping a round stays"
         server.assert_well()
     times.sort()
     print(f"gone after {times[len(times) // 2]:.3f} s, at the latest {times[-1]:.3f} s")

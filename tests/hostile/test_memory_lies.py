@@ -23,7 +23,7 @@ def test_more_memory_than_there_is() -> None:
     with stand() as server:
         good = server.engine()
         assert good.do("store", "s", 1, CHUNKS, BLOCKS) is None and good.do("ended", "s") == STORED
-        before, files, maps = server.counts(), len(server.files()), len(server.maps())
+        before, files, maps = server.counts(), len(server.files()), server.mappings()
         for _ in range(ROUNDS):
             claim = chance.choice((2, 1000, 1_000_000))
             liar = server.stranger(claim=claim)
@@ -37,7 +37,7 @@ def test_more_memory_than_there_is() -> None:
         assert good.do("load", 1, CHUNKS, BLOCKS) == CHUNKS
         until(lambda: server.counts() == before, what="the end of all liars")
         until(lambda: len(server.files()) <= files, what="the end of all descriptors")
-        assert len(server.maps()) <= maps + 32
+        assert server.mappings() <= maps + 32, "a mapping a round stays"
         server.assert_well()
 
 

@@ -55,7 +55,7 @@ class Neighbour:
         self.engine = server.engine()
         self.witness = server.engine()
         self.counts = server.counts()
-        self.files, self.maps = len(server.files()), len(server.maps())
+        self.files, self.maps = len(server.files()), server.mappings()
 
     def __enter__(self) -> Neighbour:
         self.engine.tell("traffic", NEIGHBOUR)
@@ -71,7 +71,7 @@ class Neighbour:
         until(lambda: server.counts() == self.counts, what="the end of all others")
         until(lambda: server.memory_of() == server.memory_of(self.engine, self.witness), what="the end of all mappings")
         until(lambda: len(server.files()) <= self.files, what="the end of all descriptors")
-        assert len(server.maps()) <= self.maps + 32, "stacks and heaps of threads are all that may have come"
+        assert server.mappings() <= self.maps + 32, "what ended threads leave is all that may have come"
         server.assert_well()
 
 

@@ -113,7 +113,7 @@ def test_memory_without_pages_beyond_the_limit() -> None:
     with memory_group(300 * MIB) as group:
         room = (f"cgroup={group}",) if group is not None else ()
         tensor_bytes, facts = MHA.token_bytes // 3 * 1024, {"model": "large", "kv": LARGE, "tinted": True}
-        claim = (500 * MIB if group is not None else available_memory()) // tensor_bytes + 1
+        claim = (500 * MIB if group is not None else 2 * available_memory()) // tensor_bytes + 1
         with stand("--slice-size", "8MiB", room=room) as server:
             good = server.engine()
             good.do("store", "kept", 1, CHUNKS, BLOCKS)

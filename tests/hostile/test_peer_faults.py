@@ -81,7 +81,7 @@ def test_bytes_that_are_no_protocol() -> None:
         assert engine.do("load", 1000 + rounds - 1, 4, BLOCKS) == 4
         held.close()
         until(lambda: server.counts() == counts)
-        until(lambda: len(server.files()) <= files + 1, 5, "the end of all connections")
+        until(lambda: len(server.files()) <= files + 1, what="the end of all connections")
         server.assert_well()
 
 

@@ -35,11 +35,13 @@ from tests.served import stand_still, stop
 DEADLINE_S = 0.5
 SLACK_S = 2.0
 """What a busy machine may add until the caller runs again."""
+ROUNDS = 10
 STORMS = 30
 CALLS = 16
 CHUNKS = 4
 KEPT = 1_000_000
 """A prompt that is there all the time."""
+WAITING = "an-engine-that-waits"
 IDENTITY = SpaceIdentity("model", "", "bfloat16", 1, api.OWN_HASH_ALGORITHM, "")
 ALL = [*range(CALLS * CHUNKS * PER_CHUNK)]
 STORED = [("STORED", "")] * CHUNKS
@@ -54,45 +56,51 @@ async def seconds(call: Awaitable[object]) -> float:
     return time.monotonic() - began
 
 
+def every_call(client: AioClient) -> dict[str, Awaitable[object]]:
+    engine_id, space, tokens, blocks = WAITING, SpaceRef(b"x" * 16), tokens_of(1, 64), ((1, 2, 3, 4),)
+    return {
+        "handshake": client.handshake(api.Hello()),
+        "register": client.register(
+            api.RegisterRequest(engine_id, IDENTITY, 0, 0, 1, 1, Image(MHA, LAYERS_OUTERMOST, 4, 8).layout("x"))
+        ),
+        "unregister": client.unregister(engine_id),
+        "lookup": client.lookup(api.LookupRequest(engine_id, "r", space, tokens)),
+        "query": client.query(engine_id, bytes(16)),
+        "store": client.store(api.StoreRequest(engine_id, 1, space, tokens, blocks)),
+        "retrieve": client.retrieve(api.RetrieveRequest(engine_id, 2, bytes(16), TokenRange(0, 16), blocks)),
+        "free": client.free(api.FreeRequest(engine_id, bytes(16), 1)),
+        "end_request": client.end_request(engine_id, "r"),
+        "fence": client.fence(engine_id, [1]),
+        "get_status": client.get_status(),
+        "list_engines": client.list_engines(),
+        "list_spaces": client.list_spaces(),
+        "clear": client.clear(api.ClearTarget(all=True)),
+        "bump_generation": client.bump_generation(model="m"),
+        "pin": client.pin(space, tokens, 1000),
+        "unpin": client.unpin(bytes(16)),
+        "set_quota": client.set_quota("s", None),
+        "set_write_policy": client.set_write_policy("m", None),
+        "get_quota": client.get_quota("s"),
+        "drain_engine": client.drain_engine(engine_id),
+    }
+
+
 async def test_every_call_ends_at_its_deadline() -> None:
     options = ChannelOptions(call_s=DEADLINE_S, copy_s=DEADLINE_S)
-    engine_id, space, tokens, blocks = "an-engine-that-waits", SpaceRef(b"x" * 16), tokens_of(1, 64), ((1, 2, 3, 4),)
     with stand() as server:
         async with AioClient(server.served.address, "waiting", options) as client:
-            session = client.attach(engine_id, Role.WORKER, secrets.token_bytes(16))
+            session = client.attach(WAITING, Role.WORKER, secrets.token_bytes(16))
             await anext(session)
             stand_still(server.served.process.pid)
-            late = {
-                "handshake": client.handshake(api.Hello()),
-                "register": client.register(
-                    api.RegisterRequest(engine_id, IDENTITY, 0, 0, 1, 1, Image(MHA, LAYERS_OUTERMOST, 4, 8).layout("x"))
-                ),
-                "unregister": client.unregister(engine_id),
-                "lookup": client.lookup(api.LookupRequest(engine_id, "r", space, tokens)),
-                "query": client.query(engine_id, bytes(16)),
-                "store": client.store(api.StoreRequest(engine_id, 1, space, tokens, blocks)),
-                "retrieve": client.retrieve(api.RetrieveRequest(engine_id, 2, bytes(16), TokenRange(0, 16), blocks)),
-                "free": client.free(api.FreeRequest(engine_id, bytes(16), 1)),
-                "end_request": client.end_request(engine_id, "r"),
-                "fence": client.fence(engine_id, [1]),
-                "get_status": client.get_status(),
-                "list_engines": client.list_engines(),
-                "list_spaces": client.list_spaces(),
-                "clear": client.clear(api.ClearTarget(all=True)),
-                "bump_generation": client.bump_generation(model="m"),
-                "pin": client.pin(space, tokens, 1000),
-                "unpin": client.unpin(bytes(16)),
-                "set_quota": client.set_quota("s", None),
-                "set_write_policy": client.set_write_policy("m", None),
-                "get_quota": client.get_quota("s"),
-                "drain_engine": client.drain_engine(engine_id),
-            }
-            took = dict(zip(late, await asyncio.gather(*map(seconds, late.values())), strict=True))
+            took: list[dict[str, float]] = []
+            while not took or (max(took[-1].values()) >= DEADLINE_S + SLACK_S and len(took) < 3):  # a busy machine
+                late = every_call(client)
+                took.append(dict(zip(late, await asyncio.gather(*map(seconds, late.values())), strict=True)))
             server.served.process.send_signal(signal.SIGCONT)
             assert (await client.handshake(api.Hello(), timeout_s=10)).protocol_major == api.PROTOCOL_MAJOR
             await session.aclose()
-        assert min(took.values()) >= DEADLINE_S - 0.01, took
-        assert max(took.values()) < DEADLINE_S + SLACK_S, took
+        assert min(took[-1].values()) >= DEADLINE_S - 0.01, took
+        assert max(took[-1].values()) < DEADLINE_S + SLACK_S, took
         server.assert_well()
 
 
@@ -100,12 +108,14 @@ def test_lookups_of_an_engine_are_misses_within_their_time() -> None:
     with stand() as server:
         engine = server.engine()
         stand_still(server.served.process.pid)
+        times: list[float] = []
         for prompt in range(5):
             began = time.monotonic()
             assert engine.do("lookup", prompt, 8, 0.2)[1:] == (0, b"", "DEADLINE")
-            assert time.monotonic() - began < 0.2 + SLACK_S
+            times.append(time.monotonic() - began)
+        assert sorted(times)[3] < 0.2 + SLACK_S, times
         server.served.process.send_signal(signal.SIGCONT)
-        until(lambda: engine.do("lookup", 99, 8, 1.0)[3] == "", 10, "an answer")
+        until(lambda: engine.do("lookup", 99, 8, 1.0)[3] == "", what="an answer")
         server.assert_well()
 
 
@@ -121,23 +131,30 @@ def kept(server: Stand) -> EngineProcess:
 @pytest.mark.parametrize("direction", ["STORE", "RETRIEVE"])
 def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
     """Server and deadline run out while a copy is in the middle and others wait behind it: no block is free, not even
-    when the server goes on, until that copy has ended."""
+    when the server goes on, until that copy has ended. Rounds whose server stood still in time count: before that it
+    tells of deadlines itself."""
+    rounds = 0
     with stand(gated=True) as server:
         witness, engine = kept(server), server.engine(num_blocks=len(ALL))
-        for prompt in range(0, 1000, 100):
+        for prompt in range(0, 10 * 100 * ROUNDS, 100):
             engine.do("fill")
-            hold = server.hold(engine, direction, 10)
+            hold, began = server.hold(engine, direction, 10), time.monotonic()
             engine.do("storm", KEPT, prompt, CALLS, CHUNKS, DEADLINE_S)
-            hold.wait_reached()
+            until(lambda hold=hold: hold.reached() or not engine.do("pending"), what="a copy in the middle")
+            if not hold.reached():  # on a machine so busy that all came too late
+                hold.release()
+                engine.do("settled", 10)
+                engine.do("forget")
+                continue
             stand_still(server.served.process.pid)
+            in_time = time.monotonic() - began < DEADLINE_S
             time.sleep(DEADLINE_S + 0.1)
             waiting = engine.do("pending")
-            assert len(waiting) >= CALLS // 2, "the deadline gave blocks away"
+            assert len(waiting) >= CALLS // 2 or not in_time, "the deadline gave blocks away"
             server.served.process.send_signal(signal.SIGCONT)
             until(
                 lambda: server.calls_of(engine) == len(engine.do("pending")) <= SLICES_AHEAD,
-                10,
-                "the end of all copies but the one in the middle and one that waits behind it",
+                what="the end of all copies but the one in the middle and one that waits behind it",
             )
             held = engine.do("pending")
             hold.release()
@@ -149,7 +166,11 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
                 witness.do("load", prompt + number, CHUNKS, ALL)
             assert engine.do("dead_canaries") == []
             engine.do("forget")
+            rounds += in_time
+            if rounds == ROUNDS:
+                break
         server.assert_well()
+    assert rounds == ROUNDS
 
 
 def test_thirty_stops_under_storms_of_copies() -> None:

@@ -29,7 +29,7 @@ BLOCKS = TOKENS // BLOCK
 
 @pytest.fixture
 async def local(folder: Path) -> AsyncIterator[LocalServer]:
-    async with local_server(folder, deadline_s=2, copy_deadline_s=5) as server:
+    async with local_server(folder, deadline_s=10, copy_deadline_s=10) as server:
         yield server
 
 
@@ -172,7 +172,7 @@ async def test_a_store_that_ran_out_of_time_is_fenced_and_shows_nothing(worker: 
     worker.image.write(SOURCE, first_token=0)
     gate = local.gates.hold(after_runs=1)
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await worker.stubs.cache.Store(worker.store(1, SOURCE), metadata=WORKER, timeout=2)
+        await worker.stubs.cache.Store(worker.store(1, SOURCE), metadata=WORKER, timeout=4)
     assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert gate.wait_reached(0), "the machine took longer than the call may"
     request = cache_pb2.FenceRequest(engine_id=ENGINE, call_ids=[1])
@@ -180,7 +180,7 @@ async def test_a_store_that_ran_out_of_time_is_fenced_and_shows_nothing(worker: 
     done, _ = await asyncio.wait({fence}, timeout=0.3)
     assert not done  # the copy still reads the blocks
     gate.release()
-    await asyncio.wait_for(fence, 5)
+    await asyncio.wait_for(fence, 30)
     worker.image.write(SOURCE, first_token=1000)
     found = await worker.lookup()
     if found.status.hit_tokens:

@@ -23,6 +23,9 @@ from tests.telemetry.watched import Watched, watched
 DOCS = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
 SERIES_MOST = 520
 LOOKUPS = 10_000
+ENDED = "grpc_server_call_duration_seconds_count"
+CANCELLED = (ENDED, (("grpc_method", "kvgrpc.v1.EngineService/Attach"), ("grpc_status", "CANCELLED")))
+"""How a session ends, as soon as the server has seen it."""
 
 
 async def test_hits_misses_and_loads_of_a_script():
@@ -140,8 +143,7 @@ async def test_every_series_is_there_from_the_first_scrape_and_moves_with_its_ca
     async with watched() as server:
         first = server.scrape()
         await every_call(server)
-        ended = "grpc_server_call_duration_seconds_count"
-        await until(lambda: len({name.split(",")[0] for name in server.moved(first, ended)}) == len(RULES))  # streams
+        await until(lambda: len({name.split(",")[0] for name in server.moved(first, ENDED)}) == len(RULES))  # streams
         after = server.scrape()
         new = {name for name in after if name not in first}
         assert {dict(labels)["grpc_status"] for _, labels in new} <= {"CANCELLED"}  # how every stream ends
@@ -151,7 +153,7 @@ async def test_every_series_is_there_from_the_first_scrape_and_moves_with_its_ca
         calls = dict.fromkeys((path[1:] for path in RULES), 1.0)
         calls["kvgrpc.v1.EngineService/Attach"] = 2  # worker and scheduler
         assert started == calls
-        seconds = server.moved(first, ended)
+        seconds = server.moved(first, ENDED)
         assert {name.split(",")[0] for name in seconds} == set(calls)
 
 
@@ -171,7 +173,7 @@ async def test_refusals_are_counted_by_reason_and_status():
         assert server.moved(before, "kvgrpc_refusals_total") == {reason.value: 3}
         method = "kvgrpc.v1.KvCacheService/QueryPrefetchStatus"
         labels = (("grpc_method", method), ("grpc_status", REASON_CODES[reason].name))
-        assert server.scrape()["grpc_server_call_duration_seconds_count", labels] == 3
+        assert server.scrape()[ENDED, labels] == 3
 
 
 def documented() -> set[str]:
@@ -211,6 +213,7 @@ async def test_no_client_makes_series():
                     ]
                     await asyncio.gather(*(client.lookup(ask) for ask in asks))
                 await stream.close()
+            await until(lambda: server.scrape().get(CANCELLED) == len(counts) + 1, what="the end of its stream")
             counts.append(len(server.scrape()))
         text = server.text() + server.served.log
     assert counts[0] <= SERIES_MOST and len(set(counts)) == 1, counts

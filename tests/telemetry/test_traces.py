@@ -49,9 +49,9 @@ async def test_a_lookup_of_both_phases_is_one_tree_under_the_engines_span(tmp_pa
             for client in (engine.scheduler, engine.worker):
                 send(client, SAMPLED)
             tier.hang()
-            pending = await engine.lookup(prompt)
+            pending = await engine.lookup(prompt, prefetch_wait_ms=10_000)
             assert not pending.status.done
-            waiting = asyncio.create_task(engine.scheduler.query(engine.engine_id, pending.job_id, 5000))
+            waiting = asyncio.create_task(engine.scheduler.query(engine.engine_id, pending.job_id, 10_000))
             tier.resume()
             assert (await waiting).hit_tokens == 3 * CHUNK
             assert outcomes(await engine.retrieve(pending, blocks)) == ["LOADED"] * 3

@@ -374,8 +374,22 @@ async def test_a_cancelled_write_leaves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path / "d") as tier:
         _, source = aligned(64 << 20)
         await tier.usage()
-        writing = asyncio.create_task(tier.write(object_name("big", 64 << 20), source))
-        await until(lambda: list((tmp_path / "d").glob("slot-*/aside/*")))
+        aside, number = list[Path](), 0
+        while True:  # until one is met in the middle
+            object = object_name(f"big{number}", 64 << 20)
+            writing = asyncio.create_task(tier.write(object, source))
+
+            def begun(writing: asyncio.Task[None] = writing) -> bool:
+                aside[:] = (tmp_path / "d").glob("slot-*/aside/*")
+                return bool(aside) or writing.done()
+
+            await until(begun)
+            if aside:
+                break
+            await writing
+            await tier.remove(object.name)
+            number += 1
+            assert number < 100, "no write was met in the middle"
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
         assert not list((tmp_path / "d").glob("slot-*/aside/*"))

@@ -26,6 +26,8 @@ from tests.tiers.stores import Keys, Proxy, cluster, keys, redis_program, valkey
 
 TTL_MS = 600_000
 DEADLINE_S = 30.0
+LONG_NS = 60_000_000_000
+"""That a breaker stays open, however busy the machine is."""
 SMALL_PIECE = 16 << 10
 
 
@@ -178,8 +180,8 @@ class TestClusterInPieces(InPieces):
 # ---- faults ----
 
 
-def guarded(url: str, deadline_s: float, wait_s: float = DEADLINE_S) -> Guarded:
-    settings = GuardSettings(deadline_s, 1.0, BreakerSettings(3, 50_000_000, 100_000_000))
+def guarded(url: str, deadline_s: float, wait_s: float = DEADLINE_S, delay_ns: int = 50_000_000) -> Guarded:
+    settings = GuardSettings(deadline_s, 1.0, BreakerSettings(3, delay_ns, 2 * delay_ns))
     return Guarded(ValkeyTier(url, TTL_MS, wait_s), settings)
 
 
@@ -215,7 +217,7 @@ async def test_a_server_that_dies_in_the_middle_of_a_read(own: Keys) -> None:
 
 async def test_a_server_that_stands_still(own: Keys) -> None:
     """Field report 13: bounded by the deadline, then not asked; nothing comes late; in use again when it goes on."""
-    tier, quick = guarded(own.url, DEADLINE_S), guarded(own.url, 0.3, 2.0)
+    tier, quick = guarded(own.url, DEADLINE_S), guarded(own.url, 0.3, 2.0, LONG_NS)
     object = await write(tier, "a", 4 << 20)
     into = bytearray(object.size_bytes)
     own.signal(signal.SIGSTOP)

@@ -13,6 +13,7 @@ from kvgrpc.core.records import Form, Record
 from kvgrpc.core.types import ALL, Need, PartForm, Priority, SpaceIdentity
 from kvgrpc.transfer import arena_index
 from kvgrpc.transfer.arena_index import Head, IndexDamagedError, IndexFile, is_index, read_index
+from tests.transfer.pages import open_files
 
 HEAD = Head(b"a" * 16, 3, 1 << 20, 4096, 16)
 FORMS = [
@@ -131,11 +132,10 @@ def test_a_full_file_system_keeps_no_descriptor(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
             IndexFile(tmp_path / "a.index", HEAD)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_files(tmp_path) == []
 
 
 def test_an_index_of_format_1_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.transfer import room, shm
 from kvgrpc.transfer.shm import SharedMemoryMover
-from tests.transfer.pages import PAGE, layout
+from tests.transfer.pages import PAGE, layout, open_files
 
 SPARE = room.SPARE_BYTES
 
@@ -58,15 +58,15 @@ def test_pages_that_were_written_since_are_not_owed_any_more(
 
 def test_a_refusal_leaves_nothing_open(mover: SharedMemoryMover, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(monkeypatch, 0)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(folder)
     for _ in range(5):
         with pytest.raises(Refusal):
             mover.map(1, layout("hollow"))
     left(monkeypatch, 4 * PAGE)
     mover.map(1, layout("hollow"))
-    assert len(os.listdir("/proc/self/fd")) == before + 2
+    assert len(open_files(folder)) == len(before) + 2
     mover.unmap(1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(folder) == before
 
 
 def test_free_huge_pages(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_a_map_that_fails_in_any_way_gives_everything_back(
     monkeypatch.setattr(shm, "OBJECTS_MOST", 2)
     two = layout("hollow")
     two = replace(two, memory=(*two.memory, *layout("another").memory))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(folder)
     with pytest.raises(OSError, match="Too many open files"):
         mover.map(1, two)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(folder) == before
     mover.map(2, two)
     mover.unmap(2)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(folder) == before

@@ -21,20 +21,20 @@ from kvgrpc.transfer import shm
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.kvdata import shared_memory
-from tests.transfer.pages import GROUP, ME, PAGE, RETRIEVE, STORE, layout, slice_of
+from tests.transfer.pages import GROUP, ME, PAGE, RETRIEVE, STORE, layout, open_files, slice_of
 
 
 def refused(mover: SharedMemoryMover, wanted: Layout) -> Refusal:
     """Maps what must be refused; afterwards nothing is open that was not before, and a good layout still works."""
     gc.collect()  # or what an earlier test left closes its files in between
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files("/")
     with pytest.raises(Refusal) as caught:
         mover.map(1, wanted)
     assert mover.mapped == frozenset()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files("/") == before
     mover.map(2, layout("good"))
     mover.unmap(2)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files("/") == before
     return caught.value
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import replace
@@ -16,7 +17,7 @@ from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.gates import Gates
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.kvdata import GQA, LAYERS_OUTERMOST, Image, shared_memory
-from tests.transfer.pages import ME, PAGE, RETRIEVE, STORE, layout, slice_of
+from tests.transfer.pages import ME, PAGE, RETRIEVE, STORE, layout, open_files, slice_of
 from tests.transfer.scene import scene
 
 # ---- an engine that takes its memory away ----
@@ -89,10 +90,11 @@ def test_bytes_that_were_moved_and_are_gone_again_are_no_success(arena: Arena, t
 
 def open_fd_of(path: Path) -> int:
     """The file descriptor by which this process holds the file."""
-    fds = [int(name) for name in os.listdir("/proc/self/fd")]
-    return next(
-        fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}") and os.path.samefile(f"/proc/self/fd/{fd}", path)
-    )
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # one that was closed meanwhile
+            if os.path.samefile(f"/proc/self/fd/{fd}", path):
+                return fd
+    raise AssertionError(f"{path} is not open")
 
 
 @pytest.mark.parametrize("direction", [STORE, RETRIEVE])
@@ -132,10 +134,7 @@ def test_nothing_stays_mapped_or_open(mover: SharedMemoryMover, tmp_path: Path) 
     def maps() -> str:
         return Path("/proc/self/maps").read_text()
 
-    def fds() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = fds()
+    before = open_files(tmp_path)
     for number in range(3):
         (tmp_path / f"kv{number}").write_bytes(bytes(4 * PAGE))
         mover.map(number, layout(f"kv{number}"))
@@ -146,7 +145,7 @@ def test_nothing_stays_mapped_or_open(mover: SharedMemoryMover, tmp_path: Path) 
     assert mover.copy(slice_of(STORE, (0, 1), mapping_id=2)) == SliceReport(1)
     mover.close()
     assert str(tmp_path) not in maps()
-    assert fds() == before
+    assert open_files(tmp_path) == before
 
 
 def test_movers_of_many_engines_work_side_by_side(arena: Arena) -> None:
