@@ -137,11 +137,13 @@ def _screen(one: Found) -> RenderableType:
     space, found = one.space, one.inspection
     ranks = space.identity.kv_world_size
     hit = next((at for at, chunk in enumerate(found.chunks) if chunk.ready_ranks < ranks), len(found.chunks))
+    some = next((at for at, chunk in enumerate(found.chunks) if not chunk.ready_ranks), len(found.chunks))
     names = " ".join(filter(None, (space.identity.model, space.identity.revision, space.lora and f"lora {space.lora}")))
     head = (
         f"[bold]{escape(names)}[/]  space {space.space_base.hex()}"
         + (f"  salt {space.salt_fingerprint}" if space.salt_fingerprint else "")
         + f"\n{hit} of {len(found.chunks)} chunks are in L1 from the first on"
+        + (f"; {some} of fewer than all {ranks} KV ranks" if some > hit else "")
     )
     parts: list[RenderableType] = [Text.from_markup(head), _chunks(found, ranks)]
     if found.keepers:

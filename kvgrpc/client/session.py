@@ -235,12 +235,14 @@ class Session:
         self._drop_ended()
         self._watch([life for life in self.lives if life is not attachment.life])
         self.chunk_tokens = attachment.info.chunk_tokens
+        told = self.number > 0 or self.problem is not None  # that there was no session: then also that there is one
         self.draining = False
         self.problem = None
         if not resumed:
             self.number += 1
         self.attachment = attachment
-        log.info("attached to %s as %s", self._client.address.target, self._client.client_id)
+        level = logging.WARNING if told else logging.INFO
+        log.log(level, "attached to %s as %s", self._client.address.target, self._client.client_id)
         if self._on_attach is not None:
             self._on_attach()
         self._pulse()

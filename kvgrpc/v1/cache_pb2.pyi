@@ -38,7 +38,7 @@ class _ChunkOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkOut
     CHUNK_OUTCOME_BEING_WRITTEN: _ChunkOutcome.ValueType  # 3
     """Store: another call is writing it; try again later if it must be there."""
     CHUNK_OUTCOME_REFUSED: _ChunkOutcome.ValueType  # 4
-    """Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER, NULL_BLOCKS)."""
+    """Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NULL_BLOCKS)."""
     CHUNK_OUTCOME_LOADED: _ChunkOutcome.ValueType  # 5
     """Retrieve: the bytes are in the blocks."""
     CHUNK_OUTCOME_MISSING: _ChunkOutcome.ValueType  # 6
@@ -60,7 +60,7 @@ CHUNK_OUTCOME_RESIDENT: ChunkOutcome.ValueType  # 2
 CHUNK_OUTCOME_BEING_WRITTEN: ChunkOutcome.ValueType  # 3
 """Store: another call is writing it; try again later if it must be there."""
 CHUNK_OUTCOME_REFUSED: ChunkOutcome.ValueType  # 4
-"""Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NOT_WRITER, NULL_BLOCKS)."""
+"""Store: not taken; reason says why (NO_ROOM, QUOTA, NO_STORE, CLEARED, OBJECT_TOO_LARGE, SETTLING_LIMIT, NULL_BLOCKS)."""
 CHUNK_OUTCOME_LOADED: ChunkOutcome.ValueType  # 5
 """Retrieve: the bytes are in the blocks."""
 CHUNK_OUTCOME_MISSING: ChunkOutcome.ValueType  # 6
@@ -456,7 +456,7 @@ class StoreRequest(_message.Message):
 
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockIds]:
-        """One entry a KV group of the registration, covering the range."""
+        """One entry a KV group of the registration, covering the range: ids[0] is the block of range.start."""
 
     @_builtins.property
     def policy(self) -> _common_pb2.RequestPolicy:

@@ -105,6 +105,23 @@ async def test_tenants_are_looked_into_by_their_salt_only(tmp_path: Path) -> Non
         assert "tenant-a" not in text
 
 
+async def test_a_server_that_has_some_ranks_of_an_engine_only(tmp_path: Path) -> None:
+    """As docs/operations.md has it: what is there is shown, and is of use to those who name these ranks."""
+    async with local_server(tmp_path) as server:
+        engine = await server.engine(kv_world_size=2, parallel=(0, 0, 2, 2))
+        await engine.store(PROMPT, BLOCKS)
+        asked = text_of(tokens_of(1, 4 * CHUNK))
+        _, screen, _ = await kvgrpc("inspect", "-", "--address", server.address, stdin=asked)
+        assert "0 of 4 chunks are in L1 from the first on; 3 of fewer than all 2 KV ranks" in screen
+        assert "1 of 2 ranks" in screen
+        admin = await server.admin()
+        (space,) = await admin.list_spaces()
+        assert space.chunks == 0 and space.bytes > 0
+        assert (await admin.pin(engine.space, PROMPT, 60_000)).pin_id == b""
+        mine = api.LookupRequest(engine.engine_id, "mine", engine.space, PROMPT, tp_size=2, kv_ranks=(0,))
+        assert (await engine.scheduler.lookup(mine)).status.hit_tokens == 3 * CHUNK
+
+
 async def test_an_empty_cache_is_said_to_be_one(tmp_path: Path) -> None:
     async with local_server(tmp_path) as server:
         where = ("--address", server.address)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import time
@@ -363,6 +364,21 @@ def test_a_restart_under_constant_lookups(server: FakeServer, make_scheduler: Ma
         back.append(wait_until(lambda: client.lookup(f"up {time.monotonic()}", tokens(32)).hit_tokens == 32))
     assert sorted(back)[1] < 2, back
     assert sorted(down)[len(down) * 9 // 10] < 0.4 and max(down) < 5.0, down
+
+
+def test_who_is_warned_of_a_lost_server_is_told_of_the_next(
+    server: FakeServer, make_scheduler: MakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "kvgrpc.client")
+    server.start()
+    client = make_scheduler(server.address)
+    client.start()
+    assert caplog.messages == []  # nothing was lost
+    server.stop()
+    wait_until(lambda: not client.attached)
+    server.start()
+    wait_until(lambda: caplog.messages[-1].startswith("attached to unix:"))
+    assert caplog.messages[0].startswith("lost unix:")
 
 
 def test_close_answers_what_waits_and_is_final(server: FakeServer, make_scheduler: MakeScheduler) -> None:
