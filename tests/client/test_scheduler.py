@@ -384,12 +384,10 @@ def test_a_repeat_costs_a_fifth_of_the_first_at_most(
     client.start()
     ids = list(range(count))
     first: list[float] = []
-    for i in range(64):
+    for i in range(64 if count < 1_000_000 else 4):
         start = time.perf_counter()
         client.try_lookup(f"r{i}", lambda: api.Tokens(memoryview(array("I", ids)).cast("B")))
         first.append(time.perf_counter() - start)
-        if count == 1_000_000 and i == 3:
-            break  # four are enough at this size
     waiting = [f"r{i}" for i in range(len(first))]
     repeats: list[float] = []
     for _ in range(100):
