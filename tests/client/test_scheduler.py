@@ -192,7 +192,7 @@ def test_free_gives_back_what_is_named(server: FakeServer, make_scheduler: MakeS
 
 def test_lookups_in_flight_are_bounded(server: FakeServer, make_scheduler: MakeScheduler) -> None:
     cache = server.start(Knobs(hang=["lookup"]))
-    client = make_scheduler(server.address, in_flight=8, bounds=LookupBounds(answer_s=20))
+    client = make_scheduler(server.address, in_flight=8)
     client.start()
     for i in range(50):
         assert client.try_lookup(f"r{i}", tokens(32)) is None
@@ -283,8 +283,7 @@ def test_internal_errors_open_the_breaker_and_a_good_server_closes_it(
     server.stop()
     wait_until(lambda: not client.attached)
     server.start()
-    took_s = wait_until(lambda: client.lookup(f"back {time.monotonic()}", tokens(32), timeout_s=10).hit_tokens == 32)
-    assert took_s < 5
+    assert wait_until(lambda: client.lookup(f"back {time.monotonic()}", tokens(32), timeout_s=10).hit_tokens == 32) < 5
 
 
 def test_refusals_are_misses_that_leave_the_breaker_closed(server: FakeServer, make_scheduler: MakeScheduler) -> None:
@@ -402,12 +401,10 @@ def test_a_repeat_costs_a_fifth_of_the_first_at_most(
     client.start()
     ids = list(range(count))
     first: list[float] = []
-    for i in range(64):
+    for i in range(64 if count < 1_000_000 else 4):
         start = time.perf_counter()
         client.try_lookup(f"r{i}", lambda: api.Tokens(memoryview(array("I", ids)).cast("B")))
         first.append(time.perf_counter() - start)
-        if count == 1_000_000 and i == 3:
-            break  # four are enough at this size
     waiting = [f"r{i}" for i in range(len(first))]
     repeats: list[float] = []
     for _ in range(100):

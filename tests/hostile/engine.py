@@ -209,7 +209,7 @@ class Engine:
         self._copies[key] = self._worker.retrieve(job, TokenRange(0, chunks * CHUNK), [blocks], timeout_s=timeout_s)
         self._found[key] = name
 
-    def ended(self, key: str, timeout_s: float = 10.0) -> Outcomes | None:
+    def ended(self, key: str, timeout_s: float = 30.0) -> Outcomes | None:
         """(outcome, reason) of each chunk; None when it has not ended in the time."""
         try:
             results = self._copies[key].result(timeout_s)
@@ -353,14 +353,15 @@ class Engine:
 
     # ---- beside -----------------------------------------------------------------------------------------------------
 
-    def traffic(self, connection: Connection, first_prompt: int, chunks: int = 4) -> tuple[int, float]:
-        """Stores, finds and loads prompts until it is told something; (rounds, seconds of the longest, without those
-        that the machine was busy with other things)."""
-        blocks, longest = list(range(1, 2 * chunks * PER_CHUNK, 2)), 0.0
+    def traffic(self, connection: Connection, first_prompt: int, least: int = 0) -> tuple[int, float]:
+        """Stores, finds and loads prompts until it is told something and has done so ``least`` times; (rounds, seconds
+        of the longest, without those that the machine was busy with other things)."""
+        chunks, longest = 4, 0.0
+        blocks = list(range(1, 2 * chunks * PER_CHUNK, 2))
         target = list(range(self._facts.num_blocks - 1, self._facts.num_blocks - 1 - 2 * chunks * PER_CHUNK, -2))
         with contextlib.closing(Lateness()) as lateness:
             for rounds in itertools.count():
-                if connection.poll():
+                if rounds >= least and connection.poll():
                     return rounds, longest
                 began, prompt = time.monotonic() - lateness.late_s, first_prompt + rounds
                 self.store("traffic", prompt, chunks, blocks)

@@ -80,19 +80,19 @@ class EngineProcess:
         """``answer`` is to follow."""
         self._connection.send((act, args))
 
-    def answer(self, timeout_s: float = 30.0) -> Any:
+    def answer(self, timeout_s: float = 60.0) -> Any:
         assert self._connection.poll(timeout_s), "the engine does not answer"
         good, answer = self._connection.recv()
         assert good, answer
         return answer
 
-    def do(self, act: str, *args: Any, timeout_s: float = 30.0) -> Any:
+    def do(self, act: str, *args: Any, timeout_s: float = 60.0) -> Any:
         self.tell(act, *args)
         return self.answer(timeout_s)
 
     def stop_traffic(self) -> tuple[int, float]:
         self.tell("attached")
-        answer = self.answer()
+        answer = self.answer(120)
         assert self.answer() is True
         return answer
 

@@ -47,7 +47,7 @@ class Stand:
     def engine(self, **facts: Any) -> EngineProcess:
         """An engine that runs, attached and registered."""
         engine = self.stranger(**facts)
-        assert engine.do("start"), engine.do("problem")
+        assert engine.do("start", 30.0), engine.do("problem")
         return engine
 
     def stranger(self, **facts: Any) -> EngineProcess:

@@ -35,6 +35,8 @@ from tests.served import stand_still, stop
 DEADLINE_S = 0.5
 SLACK_S = 2.0
 """What a busy machine may add until the caller runs again."""
+SETTLED_S = 30.0
+"""Copies of a server that runs again have ended by then, however busy the machine is."""
 ROUNDS = 10
 STORMS = 30
 CALLS = 16
@@ -143,7 +145,7 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
             until(lambda hold=hold: hold.reached() or not engine.do("pending"), what="a copy in the middle")
             if not hold.reached():  # on a machine so busy that all came too late
                 hold.release()
-                engine.do("settled", 10)
+                engine.do("settled", SETTLED_S)
                 engine.do("forget")
                 continue
             stand_still(server.served.process.pid)
@@ -158,7 +160,7 @@ def test_blocks_of_a_copy_that_stands_in_the_middle(direction: str) -> None:
             )
             held = engine.do("pending")
             hold.release()
-            ended = engine.do("settled", 10)
+            ended = engine.do("settled", SETTLED_S)
             torn = ("TORN" if direction == "RETRIEVE" else "FAILED", "DEADLINE")
             assert any(torn in ended[name] for name in held)
             assert engine.do("dead_canaries") == []
@@ -184,12 +186,12 @@ def test_thirty_stops_under_storms_of_copies() -> None:
             if storm >= STORMS and outcomes.keys() >= wanted:
                 break
             engine.do("fill")
-            engine.do("storm", KEPT, storm * 100, CALLS, CHUNKS, chance.choice((0.01, 0.05, 0.1, 10.0)))
+            engine.do("storm", KEPT, storm * 100, CALLS, CHUNKS, chance.choice((0.01, 0.05, 0.1, 2 * SETTLED_S)))
             time.sleep(chance.random() * 0.01)
             server.served.process.send_signal(signal.SIGSTOP)
             time.sleep(0.15)
             server.served.process.send_signal(signal.SIGCONT)
-            for ended in engine.do("settled", 10).values():
+            for ended in engine.do("settled", SETTLED_S).values():
                 outcomes.update(ended)
             assert engine.do("dead_canaries") == []
             for number in range(1, CALLS, 2):
@@ -215,7 +217,7 @@ def test_server_that_dies_while_it_stands_still() -> None:
             waiting = engine.do("pending")
             process.kill()
             process.wait()
-            ended = engine.do("settled", 10)
+            ended = engine.do("settled", SETTLED_S)
             assert {outcome for key in waiting for outcome in ended[key]} <= {
                 ("FAILED", "DEADLINE"),
                 ("TORN", "DEADLINE"),
