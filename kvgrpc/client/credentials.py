@@ -69,12 +69,13 @@ class Token:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._next_look_s = 0.0
         self._metadata: tuple[tuple[str, str], ...] = ()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """ValueError when there never was a token in the file; one that was read stays when the file goes."""
+        """ValueError when there never was a token in the file; one that was read stays until there is another, so that
+        a file that is just being written stops no call."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
@@ -84,16 +85,19 @@ class Token:
     def _look(self) -> None:
         try:
             found = os.stat(self._path)
-            if (found.st_ino, found.st_mtime_ns) == self._seen:
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if seen == self._seen:
                 return
-            token = Path(self._path).read_text().strip()
+            token = Path(self._path).read_text(errors="replace").strip()
         except OSError as error:
             if not self._metadata:
                 raise ValueError(f"token file {self._path}: {error.strerror}") from None
             return
         if not token.isascii() or not token.isprintable() or not token:
-            raise ValueError(f"token file {self._path}: there is no token in it")
-        self._seen = (found.st_ino, found.st_mtime_ns)
+            if not self._metadata:
+                raise ValueError(f"token file {self._path}: there is no token in it")
+            return
+        self._seen = seen
         self._metadata = (("authorization", f"Bearer {token}"),)
 
 

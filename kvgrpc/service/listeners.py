@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import grp
 import os
@@ -153,9 +154,13 @@ def _group_id(group: str) -> int:
         raise ListenError(f"--socket-group {group}: there is no such group") from None
 
 
-def bind_tcp(address: str, anywhere: bool, bind: Bind, flag: str = "--listen") -> str:
+def bind_tcp(
+    address: str, anywhere: bool, bind: Bind, flag: str = "--listen", keep: list[socket.socket] | None = None
+) -> str:
     """Listens on ``HOST:PORT``, off the loopback only if ``anywhere`` says so; answers the address with the port that
-    port 0 became. ``flag`` is named in what is raised."""
+    port 0 became. ``flag`` is named in what is raised. What is added to ``keep``, however this ends, keeps the port
+    from others until it is closed, also when ``bind``'s listener has been: clients take another server under the
+    address for a sign that nothing of the one before runs any more."""
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -165,11 +170,43 @@ def bind_tcp(address: str, anywhere: bool, bind: Bind, flag: str = "--listen") -
             f"{flag} {address} is off the loopback and would serve without TLS; "
             "give it --tls-cert and --tls-key, or say --insecure if the network is trusted"
         )
+    kept = [] if keep is None else keep
     try:
-        bound = bind(address)
+        if keep is not None:
+            port = _take_port(host, port, keep)
+        bound = bind(f"{address.rpartition(':')[0]}:{port}")
+    except OSError as error:
+        raise ListenError(f"{flag} {address}: {error.strerror}") from None
     except RuntimeError:
         raise ListenError(f"{flag} {address}: {_why_not(host, port)}") from None
+    for one in kept:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return f"{address.rpartition(':')[0]}:{bound}"
+
+
+def _take_port(host: str, wanted: int, taken: list[socket.socket]) -> int:
+    """Binds a socket that never listens to each address of the host; the port, which port 0 becomes. Linux lets another
+    one be bound beside it as long as both allow reuse, and neither listens. Raises OSError when others have it."""
+    port = wanted
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return port  # gRPC has something to say about it
+    for family, kind, protocol, _, place in found:
+        try:
+            one = socket.socket(family, kind, protocol)
+        except OSError:  # what this system does not have, or does not allow, gRPC meets as well
+            continue
+        taken.append(one)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((place[0], port, *place[2:]))
+        except OSError as error:
+            if wanted and error.errno == errno.EADDRINUSE:
+                raise
+        else:
+            port = one.getsockname()[1]
+    return port
 
 
 def _why_not(host: str, port: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,9 +77,9 @@ class Server:
 
     ``client_for`` answers the cache as one client sees it, ``admin`` is the operator's view; ``checks`` are asked for
     every call after the built-in ones; ``busy_s`` answers how long the longest-running piece of work has been running;
-    ``at_rest`` returns when nothing that a call began runs any more: the socket's lock is kept until then, so that the
-    next server under this path starts after the last copy of this one. ``admit``, if it is set before the start, is
-    asked for every call; without it, whoever can connect may call.
+    ``at_rest`` returns when nothing that a call began runs any more: the socket's lock and the ports are kept until
+    then, so that the next server under this path or port starts after the last copy of this one. ``admit``, if it is
+    set before the start, is asked for every call; without it, whoever can connect may call.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Server:
         self._at_rest = at_rest
         self._watching: asyncio.Task[None] | None = None
         self._socket: SocketFile | None = None
+        self._ports: list[socket.socket] = []
         self._server: grpc.aio.Server | None = None
         self._health_server: grpc.aio.Server | None = None
         self._health_address = ""
@@ -179,6 +181,8 @@ class Server:
         if self._socket is not None:
             self._socket.release()
             self._socket = None
+        while self._ports:
+            self._ports.pop().close()
 
     def _build(self) -> grpc.aio.Server:
         options = self._options
@@ -226,7 +230,7 @@ class Server:
         if options.tls is not None:
             bind = partial(server.add_secure_port, server_credentials=read_certificates(options.tls).credentials())
         allowed = options.insecure or options.tls is not None
-        addresses += [bind_tcp(address, allowed, bind) for address in options.listen]
+        addresses += [bind_tcp(address, allowed, bind, keep=self._ports) for address in options.listen]
         if not addresses:
             raise ListenError("no listener: give --socket or --listen")
         return tuple(addresses)
