@@ -71,6 +71,9 @@ def facts(
             revision=changes.get("revision"),
             dtype="torch.bfloat16",
             quantization=None,
+            max_model_len=changes.get("longest", 4096),
+            original_max_model_len=changes.get("asked", changes.get("longest")),
+            multimodal_config=changes.get("media"),
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
@@ -112,6 +115,9 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"model": "org/other"},
         {"revision": "abc"},
         {"text": '{"rope": 2}'},
+        {"longest": 131_072},  # LongRoPE turns keys by other factors
+        {"asked": -1},
+        {"media": Config(mm_processor_kwargs={"do_rescale": False})},
         {"kv": "fp8"},
         {"tp": 2},
         {"algorithm": "sha256_cbor"},
@@ -126,6 +132,17 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
 )
 def test_what_changes_bytes_changes_the_space(other: dict[str, Any]):
     assert facts(**other).identity != facts().identity
+
+
+def test_a_length_that_vllm_fits_to_the_memory_is_no_part_of_the_space():
+    """Models are made before it is fitted; and the scheduler's half and the workers may know it at other times."""
+    assert facts(asked=-1, longest=4096).identity == facts(asked=-1, longest=5000).identity
+    assert facts(asked=4096, longest=4096).identity == facts(longest=4096).identity
+
+
+@pytest.mark.parametrize("media", [Config(mm_processor_kwargs=None), Config(mm_processor_kwargs={})])
+def test_a_model_of_images_that_are_processed_as_usual_has_one_space(media: Any):
+    assert facts(media=media).identity == facts(media=Config(mm_processor_kwargs={})).identity
 
 
 def test_layers_of_a_drafter_are_part_of_the_blocks():

@@ -180,12 +180,24 @@ def _revision(config: Any, namespace: str) -> str:
     model = config.model_config
     hf = getattr(model, "hf_text_config", None) or model.hf_config
     facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
-    facts += _drafter(config.speculative_config)
+    facts += [_longest(model), _processing(model), *_drafter(config.speculative_config)]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if namespace:
         return digest
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     return f"{digest}/{commit}/{_weights(str(model.model))}"
+
+
+def _longest(model: Any) -> object:
+    """By the longest prompt some models choose how they compute: LongRoPE its factors, Llama 4 its temperatures. Where
+    vLLM fits it to the memory (-1), that is after the model was made."""
+    return "fitted" if model.original_max_model_len == -1 else int(model.max_model_len)
+
+
+def _processing(model: Any) -> str:
+    """What the engine adds to each request's own way to process images and the like: block hashes have the latter."""
+    media = model.multimodal_config
+    return repr(sorted((media.mm_processor_kwargs or {}).items())) if media is not None else ""
 
 
 def _drafter(speculative: Any) -> list[object]:
