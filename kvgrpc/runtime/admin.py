@@ -89,7 +89,7 @@ class DriverAdmin:
             driver.now(), space=target.space, model=target.model, cache_salt=target.cache_salt, everything=target.all
         )
         driver.pump()
-        await driver.save_versions()
+        await self._saved()
         return cleared
 
     async def bump_generation(self, *, model: str = "", space_base: bytes = b"") -> Cleared:
@@ -97,8 +97,15 @@ class DriverAdmin:
         driver.forgets += 1
         cleared = driver.book.bump_generation(driver.now(), model=model, space_base=space_base)
         driver.pump()
-        await driver.save_versions()
+        await self._saved()
         return cleared
+
+    async def _saved(self) -> None:
+        """What was cleared will stay so. Goes on, and lets no later one pass, also where nobody waits any more: it would
+        be kept behind that, and undo it."""
+        saving = asyncio.ensure_future(self._driver.save_versions())
+        saving.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(saving)
 
     async def pin(self, space: SpaceRef, content: api.Content, ttl_ms: int) -> Held:
         driver = self._driver
