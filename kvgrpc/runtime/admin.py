@@ -101,8 +101,8 @@ class DriverAdmin:
         return cleared
 
     async def _saved(self) -> None:
-        """What was cleared will stay so. Goes on, and lets no later one pass, also where nobody waits any more: it would
-        be kept behind that, and undo it."""
+        """What was cleared will stay so. Goes on, and lets no later one pass, also where nobody waits any more: kept
+        behind that it would undo it."""
         saving = asyncio.ensure_future(self._driver.save_versions())
         saving.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(saving)
