@@ -136,15 +136,7 @@ def _engines(snapshot: Snapshot) -> RenderableType:
             rank = f"{client.kv_rank}/{client.tp_rank}" if client.registered else "-"
             memory = format_size(client.memory_bytes) if client.registered else "-"
             thread = str(client.thread) if client.registered else "-"
-            row = (
-                named(client.client_id),
-                client.role.value,
-                state,
-                rank,
-                memory,
-                thread,
-                str(client.calls_in_flight),
-            )
+            row = (named(client.client_id), client.role.value, state, rank, memory, thread, str(client.calls_in_flight))
             table.add_row(name, *row)
             name = ""
     return table if snapshot.engines else Text("no engine is attached", style="dim")
