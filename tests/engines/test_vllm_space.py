@@ -74,6 +74,7 @@ def facts(
             max_model_len=changes.get("longest", 4096),
             original_max_model_len=changes.get("asked", changes.get("longest")),
             multimodal_config=changes.get("media"),
+            override_generation_config=changes.get("generation", {}),
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
@@ -117,6 +118,7 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"text": '{"rope": 2}'},
         {"longest": 131_072},  # LongRoPE turns keys by other factors
         {"asked": -1},
+        {"generation": {"attn_temperature_tuning": True}},
         {"media": Config(mm_processor_kwargs={"do_rescale": False})},
         {"kv": "fp8"},
         {"tp": 2},
@@ -138,6 +140,7 @@ def test_a_length_that_vllm_fits_to_the_memory_is_no_part_of_the_space():
     """Models are made before it is fitted; and the scheduler's half and the workers may know it at other times."""
     assert facts(asked=-1, longest=4096).identity == facts(asked=-1, longest=5000).identity
     assert facts(asked=4096, longest=4096).identity == facts(longest=4096).identity
+    assert facts(generation={"temperature": 0.5}).identity == facts().identity
 
 
 @pytest.mark.parametrize("media", [Config(mm_processor_kwargs=None), Config(mm_processor_kwargs={})])

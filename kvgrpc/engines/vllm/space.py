@@ -180,7 +180,7 @@ def _revision(config: Any, namespace: str) -> str:
     model = config.model_config
     hf = getattr(model, "hf_text_config", None) or model.hf_config
     facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
-    facts += [_longest(model), _processing(model), *_drafter(config.speculative_config)]
+    facts += [*_longest(model), _processing(model), *_drafter(config.speculative_config)]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if namespace:
         return digest
@@ -188,10 +188,11 @@ def _revision(config: Any, namespace: str) -> str:
     return f"{digest}/{commit}/{_weights(str(model.model))}"
 
 
-def _longest(model: Any) -> object:
-    """By the longest prompt some models choose how they compute: LongRoPE its factors, Llama 4 its temperatures. Where
-    vLLM fits it to the memory (-1), that is after the model was made."""
-    return "fitted" if model.original_max_model_len == -1 else int(model.max_model_len)
+def _longest(model: Any) -> list[object]:
+    """By the longest prompt some models choose how they compute: LongRoPE its factors, Llama 4 its temperatures, unless
+    it is told. Where vLLM fits it to the memory (-1), that is after the model was made."""
+    longest = "fitted" if model.original_max_model_len == -1 else int(model.max_model_len)
+    return [longest, model.override_generation_config.get("attn_temperature_tuning")]
 
 
 def _processing(model: Any) -> str:
