@@ -8,6 +8,7 @@ model, types, layout or ranks: that is what the space adds.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +199,8 @@ def _longest(model: Any) -> list[object]:
 def _processing(model: Any) -> str:
     """What the engine adds to each request's own way to process images and the like: block hashes have the latter."""
     media = model.multimodal_config
-    return repr(sorted((media.mm_processor_kwargs or {}).items())) if media is not None else ""
+    given: dict[str, Any] = (media.mm_processor_kwargs or {}) if media is not None else {}
+    return json.dumps(given, sort_keys=True, default=str)
 
 
 def _drafter(speculative: Any) -> list[object]:
