@@ -13,14 +13,13 @@ from typing import Any, TextIO
 
 import click
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from kvgrpc import api
 from kvgrpc.cli.connection import connection_options, credentials_of
 from kvgrpc.cli.reached import target_of, told
-from kvgrpc.cli.screen import plain_value, wide
+from kvgrpc.cli.screen import named, plain_value, wide
 from kvgrpc.client.aio import AioClient
 from kvgrpc.client.channel import ChannelOptions
 from kvgrpc.config.values import format_size
@@ -140,7 +139,7 @@ def _screen(one: Found) -> RenderableType:
     some = next((at for at, chunk in enumerate(found.chunks) if not chunk.ready_ranks), len(found.chunks))
     names = " ".join(filter(None, (space.identity.model, space.identity.revision, space.lora and f"lora {space.lora}")))
     head = (
-        f"[bold]{escape(names)}[/]  space {space.space_base.hex()}"
+        f"[bold]{named(names)}[/]  space {space.space_base.hex()}"
         + (f"  salt {space.salt_fingerprint}" if space.salt_fingerprint else "")
         + f"\n{hit} of {len(found.chunks)} chunks are in L1 from the first on"
         + (f"; {some} of fewer than all {ranks} KV ranks" if some > hit else "")
@@ -198,7 +197,7 @@ def _keepers(found: api.Inspection) -> RenderableType:
         if keeper.pin_id:
             name = f"operator's pin {keeper.pin_id.hex()}"
         elif keeper.engine:
-            name = f"engine {keeper.engine}, request {escape(keeper.request_id)}"
+            name = f"engine {keeper.engine}, request {named(keeper.request_id)}"
         else:
             name = "retention"
         left = f"{keeper.left_ms / 1000:.1f} s" if keeper.left_ms else "-"

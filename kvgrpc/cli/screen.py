@@ -23,6 +23,11 @@ WIDTH_LEAST = 170
 """In a narrower terminal its lines wrap, and no id is broken into pieces that cannot be copied."""
 
 
+def named(text: str) -> str:
+    """What a client has named, as markup: only what can be seen, so that nobody steers the terminal of an operator."""
+    return escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
+
+
 def wide() -> Console:
     return Console(width=max(Console().width, WIDTH_LEAST))
 
@@ -131,15 +136,7 @@ def _engines(snapshot: Snapshot) -> RenderableType:
             rank = f"{client.kv_rank}/{client.tp_rank}" if client.registered else "-"
             memory = format_size(client.memory_bytes) if client.registered else "-"
             thread = str(client.thread) if client.registered else "-"
-            row = (
-                escape(client.client_id),
-                client.role.value,
-                state,
-                rank,
-                memory,
-                thread,
-                str(client.calls_in_flight),
-            )
+            row = (named(client.client_id), client.role.value, state, rank, memory, thread, str(client.calls_in_flight))
             table.add_row(name, *row)
             name = ""
     return table if snapshot.engines else Text("no engine is attached", style="dim")
@@ -152,11 +149,11 @@ def _spaces(snapshot: Snapshot) -> RenderableType:
     for space in snapshot.spaces:
         known = space.identity
         table.add_row(
-            escape(known.model),
-            escape(known.revision[:12]) or "-",
-            escape(space.lora) or "-",
+            named(known.model),
+            named(known.revision[:12]) or "-",
+            named(space.lora) or "-",
             space.salt_fingerprint or "-",
-            escape(known.kv_dtype),
+            named(known.kv_dtype),
             str(known.kv_world_size),
             str(space.chunks),
             str(space.pinned_chunks),

@@ -69,7 +69,8 @@ class Admission:
         log.info("the file of tenants was read again")
 
     def admit(self, call: Call, context: Any) -> None:
-        """Finds the tenant and lets the call in, or raises UNAUTHENTICATED or NOT_ALLOWED."""
+        """Finds the tenant and lets the call in, or raises UNAUTHENTICATED or NOT_ALLOWED. Also for each message of a
+        stream, which ends where its tenant may use other salts than when it began."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + LOOK_S
@@ -78,6 +79,9 @@ class Admission:
         if call.method not in tenant.methods:
             text = f"tenant {tenant.name} may not call {call.method.removeprefix('/kvgrpc.v1.')}"
             raise Refusal(Reason.NOT_ALLOWED, text)
+        began = TENANT.get(tenant)
+        if (began.name, began.quotas.keys()) != (tenant.name, tenant.quotas.keys()):
+            raise Refusal(Reason.NOT_ALLOWED, f"the salts of tenant {began.name} have changed: begin the stream anew")
         TENANT.set(tenant)
 
     def _tenant(self, call: Call, context: Any) -> Tenant:

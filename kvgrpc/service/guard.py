@@ -191,6 +191,7 @@ class CallGuard(grpc.GenericRpcHandler):
             try:
                 await context.send_initial_metadata(trailer)
                 async for answer in answers:
+                    self._admit_again(call, context)
                     async with Deadline(stall_s):
                         await context.write(answer)
             finally:
@@ -211,6 +212,7 @@ class CallGuard(grpc.GenericRpcHandler):
                     raw: Any = await context.read()
                 if raw is grpc.aio.EOF:
                     return
+                self._admit_again(call, context)
                 size_bytes = len(raw)
                 received_bytes += size_bytes
                 check_running_bytes(traffic, self._limits.running_bytes, call.rule, size_bytes)
@@ -226,6 +228,11 @@ class CallGuard(grpc.GenericRpcHandler):
                 return await servicer(coming, context)
 
         return await self._run(call, context, act, 0, lambda: received_bytes)
+
+    def _admit_again(self, call: Call, context: _Context) -> None:
+        """With each message: a stream may be older than what its peer may do now."""
+        if self._admit is not None:
+            self._admit(call, context)
 
     async def _run(
         self,

@@ -70,7 +70,7 @@ class Certificates:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         at = f"--tls-cert {files.cert}, --tls-key {files.key}"
         try:
-            context.load_cert_chain(files.cert, files.key)
+            context.load_cert_chain(files.cert, files.key, lambda: "")  # a key with a password would be asked for here
             if files.client_ca is not None:
                 at = f"--tls-client-ca {files.client_ca}"
                 context.load_verify_locations(files.client_ca)

@@ -267,15 +267,14 @@ class DiskTier:
             self._used -= file_bytes(size_bytes)
 
     async def write(self, object: ObjectName, data: Sequence[memoryview]) -> None:
-        await self._open()
-        await self._scanned.wait()
         name, size = object.name, file_bytes(object.size_bytes)
-        while name in self._coming:
-            await asyncio.wait((self._coming[name][1],))
+        slot, ended = await self._open(), asyncio.get_running_loop().create_future()
+        while not self._scanned.is_set() or name in self._coming:  # meanwhile the folder may go, and another come
+            await (asyncio.wait((self._coming[name][1],)) if self._scanned.is_set() else self._scanned.wait())
+            slot = await self._open()
         if self._index.get(name) == object.size_bytes and name not in self._bad:
             self._index.move_to_end(name)
             return
-        slot, ended = await self._open(), asyncio.get_running_loop().create_future()
         self._coming[name] = (0, ended)
         try:
             await self._make_room(slot, size, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,13 +15,17 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from kvgrpc import api
 from kvgrpc.api import ArenaStatus, ClientStatus, EngineStatus, ServerStatus, SpaceStatus, TierStatus, WritePolicy
+from kvgrpc.cli.inspect import Found
+from kvgrpc.cli.inspect import _screen as inspected  # pyright: ignore[reportPrivateUsage]
 from kvgrpc.cli.reached import problem
 from kvgrpc.cli.root import main
 from kvgrpc.cli.screen import Snapshot, as_json, as_screen
 from kvgrpc.client import Client
 from kvgrpc.config.settings import Settings
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.inspection import InspectedChunk, Keeper
 from kvgrpc.core.types import Role, SpaceIdentity
 from kvgrpc.operators import RestartStatus
 from tests.served import serving
@@ -63,6 +68,25 @@ def test_one_screen_says_it_all():
     assert "broken stream" in text
     assert "[bold]llama" in text, "what peers send is text, not markup"
     assert len(text.splitlines()) < 40
+
+
+HOSTILE = "evil\x1b[2J\x1b]0;title\x07\x9b31m\u202ered\nline"
+
+
+def test_what_clients_have_named_does_not_steer_the_terminal():
+    found, out = snapshot(), io.StringIO()
+    identity = SpaceIdentity(HOSTILE, "\x1b[5m", f"d{HOSTILE}", 2, "x", "y")
+    space = replace(found.spaces[0], identity=identity, lora=HOSTILE)
+    kept = api.Inspection(
+        (InspectedChunk(b"k" * 16, 2, 0, 4096, 1, 0),), (Keeper(1, 1000, "ef" * 8, HOSTILE, b""),), False, ({},), 0, ()
+    )
+    console = Console(width=400, file=out, force_terminal=True, color_system=None)
+    console.print(as_screen(replace(found, spaces=(space,))))
+    console.print(inspected(Found(space, kept)), highlight=False)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())  # what rich itself says of bold and dim
+    assert "evil" in text and "line" in text
+    assert [letter for letter in text if not letter.isprintable() and letter != "\n"] == []
+    assert not any(line.startswith("line") for line in text.splitlines())
 
 
 def test_the_screen_says_what_is_copied_down_where_there_is_something_below():

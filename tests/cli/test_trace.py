@@ -219,10 +219,13 @@ def test_what_is_no_trace_is_refused(line: str, tmp_path: Path) -> None:
     assert done.exit_code == 1 and "line 1" in done.output
 
 
-def test_a_file_that_was_cut_off_and_a_size_that_is_missing(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_or_damaged_and_a_size_that_is_missing(tmp_path: Path) -> None:
     whole = gzip.compress(b'{"hash_ids": [1, 2]}\n' * 1000)
     (tmp_path / "t").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TraceError, match="ended before"):
+        list(read_trace(tmp_path / "t"))
+    (tmp_path / "t").write_bytes(whole[:12] + b"\xff" + whole[13:])
+    with pytest.raises(TraceError, match="while decompressing"):
         list(read_trace(tmp_path / "t"))
     (tmp_path / "u").write_bytes(whole)
     assert "--chunk-size" in CliRunner().invoke(main, ["trace", "replay", str(tmp_path / "u")]).output

@@ -128,6 +128,27 @@ def test_a_failed_load_is_not_tried_again():
     assert (save.start, save.end) == (0, 96)  # computed anew, so stored anew
 
 
+def test_a_load_that_fails_in_one_worker_while_another_goes_on_is_not_tried_again():
+    """vLLM hands on bad blocks as they come, the request when all workers have it; a prompt of which nothing is left is
+    then asked about anew: it would fail again and again."""
+    d = desk(workers=2)
+    d.client.hit = 96
+    request, other = d.arrive("r", 100), d.arrive("other", 100)
+    for each in (request, other):
+        d.scheduler.matched(each, 0)
+        d.scheduler.allocated(each, 96)
+    load, _ = d.scheduler.step([]).loads
+    d.scheduler.update(None, (), load.blocks[0])
+    assert d.client.given_back == []  # the other worker still reads under the same pins
+    d.scheduler.update(None, ["r", "other"], ())
+    assert d.client.given_back == ["pins of r"]
+    assert d.scheduler.matched(request, 0) == (0, False)
+    d.scheduler.allocated(request, 0)
+    (save,) = d.scheduler.step([("r", 100)]).saves
+    assert (save.start, save.end) == (0, 96)
+    assert d.scheduler.matched(other, 0) == (96, True)
+
+
 def test_an_abort_before_the_load_is_sent_still_ends_in_a_report():
     """vLLM waits for the request to be received, and frees its blocks then."""
     d = desk()

@@ -71,6 +71,10 @@ def facts(
             revision=changes.get("revision"),
             dtype="torch.bfloat16",
             quantization=None,
+            max_model_len=changes.get("longest", 4096),
+            original_max_model_len=changes.get("asked", changes.get("longest")),
+            multimodal_config=changes.get("media"),
+            override_generation_config=changes.get("generation", {}),
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
@@ -112,6 +116,10 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"model": "org/other"},
         {"revision": "abc"},
         {"text": '{"rope": 2}'},
+        {"longest": 131_072},  # LongRoPE turns keys by other factors
+        {"asked": -1},
+        {"generation": {"attn_temperature_tuning": True}},
+        {"media": Config(mm_processor_kwargs={"do_rescale": False})},
         {"kv": "fp8"},
         {"tp": 2},
         {"algorithm": "sha256_cbor"},
@@ -126,6 +134,20 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
 )
 def test_what_changes_bytes_changes_the_space(other: dict[str, Any]):
     assert facts(**other).identity != facts().identity
+
+
+def test_a_length_that_vllm_fits_to_the_memory_is_no_part_of_the_space():
+    """Models are made before it is fitted; and the scheduler's half and the workers may know it at other times."""
+    assert facts(asked=-1, longest=4096).identity == facts(asked=-1, longest=5000).identity
+    assert facts(asked=4096, longest=4096).identity == facts(longest=4096).identity
+    assert facts(generation={"temperature": 0.5}).identity == facts().identity
+
+
+def test_images_that_are_processed_alike_have_one_space():
+    ways = [{"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}]
+    assert len({facts(media=Config(mm_processor_kwargs=way)).identity for way in ways}) == 1
+    usual = [None, Config(mm_processor_kwargs=None), Config(mm_processor_kwargs={})]
+    assert len({facts(media=media).identity for media in usual}) == 1
 
 
 def test_layers_of_a_drafter_are_part_of_the_blocks():

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import select
 import socket
 import ssl
 import subprocess
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2
 
 from kvgrpc.api import OWN_HASH_ALGORITHM, Hello
@@ -212,3 +216,28 @@ def test_a_key_of_another_certificate_is_refused_at_the_start(tmp_path: Path):
     assert "no PEM files that fit together" in refused(*flags, folder=tmp_path)
     cert.write_text("no certificate")
     assert refused(*flags, folder=tmp_path).rstrip().endswith("they are no PEM files that fit together")
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(tmp_path: Path):
+    """On a terminal OpenSSL would ask, and a handshake after a rotation would wait for somebody to type."""
+    cert, key = Authority(tmp_path).sign("one", "127.0.0.1")
+    plain = serialization.load_pem_private_key(key.read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"password")
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL
+    key.write_bytes(plain.private_bytes(*form, locked))
+    program = (
+        "import os, sys; os.login_tty(0); from pathlib import Path; from kvgrpc.service.tls import *\n"
+        "read_certificates(TlsFiles(*map(Path, sys.argv[1:])))"
+    )
+    terminal, end = os.openpty()
+    child = subprocess.Popen([sys.executable, "-c", program, str(cert), str(key)], stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    said = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the child is
+        while b"pass phrase" not in said and select.select([terminal], [], [], 30)[0]:
+            said += os.read(terminal, 4096)
+    os.close(terminal)
+    child.kill()
+    child.wait()
+    assert b"no PEM files that fit together" in said
+    assert b"pass phrase" not in said

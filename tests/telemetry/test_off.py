@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
+import pytest
+from prometheus_client import CollectorRegistry
+
 from kvgrpc.api import Hello
-from kvgrpc.telemetry.scrape import SCRAPES_MOST
+from kvgrpc.telemetry.scrape import SCRAPES_MOST, ScrapeEndpoint
 from tests.cli.test_serve import refused
 from tests.telemetry.watched import watched
 
@@ -45,6 +50,28 @@ def test_an_address_that_is_taken_is_said():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refused("--l1-size", "8MiB", "--metrics-listen", address, folder=Path(folder))
     assert f"--metrics-listen {address}: Address already in use" in said
+
+
+def test_scrapes_that_no_thread_could_be_started_for_take_no_place(monkeypatch: pytest.MonkeyPatch):
+    endpoint = ScrapeEndpoint(CollectorRegistry(), "127.0.0.1", 0)
+
+    def scraped() -> bytes:
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=10) as peer:
+            peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                return peer.recv(100)
+            return b""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", refuse)
+            assert [scraped() for _ in range(SCRAPES_MOST + 1)] == [b""] * (SCRAPES_MOST + 1)
+        assert b"200 OK" in scraped()
+    finally:
+        endpoint.close()
 
 
 async def test_scrapers_that_send_nothing_keep_no_call_waiting():

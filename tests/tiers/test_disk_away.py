@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvgrpc.tiers.base import FaultReason, TierFault
+from kvgrpc.tiers.disk import WRITE_THREADS
 from kvgrpc.tiers.disk_files import file_bytes
+from kvgrpc.tiers.disk_slot import Slot
+from tests.e2e.harness import until
 from tests.tiers.conformance import data, fault_of, object_name, read, write
 from tests.tiers.test_disk import SIZE, files, opened
 
@@ -35,6 +40,42 @@ async def test_what_was_asked_for_meanwhile_is_found_when_it_is_back(tmp_path: P
         assert [await read(tier, object) for object in kept] == [data(label, SIZE) for label in "abc"]
         await write(tier, "d", SIZE)
         assert len(files(folder)) == 3
+
+
+async def test_writes_of_one_object_that_wait_for_each_other_while_the_folder_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one fails with the folder; the others go on when it is back and was scanned, one after the other."""
+    folder, aside = tmp_path / "d", tmp_path / "elsewhere"
+    async with opened(folder) as tier:
+        await write(tier, "a", SIZE)
+        threads_free, back, may_end, listed = (threading.Event() for _ in range(4))
+        scan = Slot.scan
+
+        def slow_scan(slot: Slot) -> list[tuple[int, str, int]]:
+            found = scan(slot)
+            listed.set()
+            may_end.wait(30)
+            return found
+
+        monkeypatch.setattr(Slot, "scan", slow_scan)
+        monkeypatch.setattr(tier, "_admit", lambda: back.wait(30))
+        for _ in range(WRITE_THREADS):
+            tier._writers.submit(threads_free.wait, 30)
+        first, *others = [asyncio.ensure_future(write(tier, "x", SIZE)) for _ in range(3)]
+        await until(lambda: len(tier._coming) == 1)
+        folder.rename(aside)
+        threads_free.set()
+        with pytest.raises(TierFault):
+            await first
+        aside.rename(folder)
+        back.set()
+        await asyncio.to_thread(listed.wait, 30)
+        assert not any(path.startswith(object_name("x", SIZE).name) for path in files(folder)), "not scanned yet"
+        may_end.set()
+        await asyncio.gather(*others)
+        assert await tier.usage() == len(files(folder)) * file_bytes(SIZE) == 2 * file_bytes(SIZE)
+        assert await read(tier, object_name("x", SIZE)) == data("x", SIZE)
 
 
 async def test_who_asks_how_much_it_holds_is_told_that_it_is_away(tmp_path: Path) -> None:

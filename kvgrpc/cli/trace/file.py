@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -55,7 +56,7 @@ def read_trace(path: Path) -> Iterator[Recorded]:
                     recorded = _recorded(line, number)
                     if recorded is not None:
                         yield recorded
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TraceError(f"{path}: {(isinstance(error, OSError) and error.strerror) or error}") from None
 
 

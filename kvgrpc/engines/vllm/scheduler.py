@@ -298,11 +298,14 @@ class Scheduler:
         """What the workers say after a step: ``received`` requests, of which some ``failed`` as a whole, and
         ``invalid`` blocks of others."""
         bad, lost = frozenset(invalid), frozenset(failed)
+        for tracked in self._requests.values() if bad else ():
+            if tracked.load is not None and not bad.isdisjoint(chain.from_iterable(tracked.load.blocks)):
+                tracked.load_failed = True  # one worker says so, maybe many steps before the last one has ended
         for request_id in received:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.load is None:
                 continue
-            if request_id in lost or not bad.isdisjoint(chain.from_iterable(tracked.load.blocks)):
+            if request_id in lost or tracked.load_failed:
                 tracked.load_failed = True
                 tracked.stored = 0
                 tracked.result = None

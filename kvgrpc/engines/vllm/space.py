@@ -8,6 +8,7 @@ model, types, layout or ranks: that is what the space adds.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,12 +181,26 @@ def _revision(config: Any, namespace: str) -> str:
     model = config.model_config
     hf = getattr(model, "hf_text_config", None) or model.hf_config
     facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
-    facts += _drafter(config.speculative_config)
+    facts += [*_longest(model), _processing(model), *_drafter(config.speculative_config)]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if namespace:
         return digest
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     return f"{digest}/{commit}/{_weights(str(model.model))}"
+
+
+def _longest(model: Any) -> list[object]:
+    """By the longest prompt some models choose how they compute: LongRoPE its factors, Llama 4 its temperatures, unless
+    it is told. Where vLLM fits it to the memory (-1), that is after the model was made."""
+    longest = "fitted" if model.original_max_model_len == -1 else int(model.max_model_len)
+    return [longest, model.override_generation_config.get("attn_temperature_tuning")]
+
+
+def _processing(model: Any) -> str:
+    """What the engine adds to each request's own way to process images and the like: block hashes have the latter."""
+    media = model.multimodal_config
+    given: dict[str, Any] = (media.mm_processor_kwargs or {}) if media is not None else {}
+    return json.dumps(given, sort_keys=True, default=str)
 
 
 def _drafter(speculative: Any) -> list[object]:
