@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SchedulerClient: asynchronous lookups, ending what was begun, and failing open. Field reports 34, 42, 46."""
+"""SchedulerClient: asynchronous lookups, and the end of what was begun. Field report 42."""
 
 from __future__ import annotations
 

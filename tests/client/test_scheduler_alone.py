@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SchedulerClient without a server, or with one that is frozen, gone, or says no: misses, soon, until it is back. Field
-report 46."""
+reports 34, 46, 47."""
 
 from __future__ import annotations
 
