@@ -5,9 +5,11 @@ something is still locked, and how objects get into a tier.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -171,3 +173,16 @@ def foreign_memory(uid: int, size_bytes: int) -> Iterator[str]:
     finally:
         os.close(fd)
         os.unlink(path)
+
+
+async def store_without_its_keys(
+    server: LocalServer, engine: Engine, tokens: api.Tokens, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Task[tuple[ChunkResult, ...]], threading.Event]:
+    """A Store of blocks 0 to 31 whose prompt waits for the pool that hashes long ones, until the event is set."""
+    monkeypatch.setattr("kvgrpc.runtime.driver.INLINE_HASH_TOKENS", 0)
+    pool, go_on = server.driver.hands.cpu_pool, threading.Event()
+    for _ in range(2):
+        pool.submit(go_on.wait, 30)
+    storing = asyncio.create_task(engine.worker.store(engine.store_request(tokens, range(32))))
+    await until(lambda: pool._work_queue.qsize() == 1, what="the prompt to wait for the pool")  # type: ignore[attr-defined]
+    return storing, go_on

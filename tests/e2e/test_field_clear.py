@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,7 +14,17 @@ from kvgrpc.client.aio import AioClient
 from kvgrpc.core.types import Cleared, CoreLimits, Direction, TokenRange
 from kvgrpc.tiers.memory import MemoryTier
 from tests.e2e.harness import CHUNK, Engine, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import TINY, fill_twice, found, keep_in_tier, nothing_changes, object_names, refused, spans
+from tests.e2e.probes import (
+    TINY,
+    fill_twice,
+    found,
+    keep_in_tier,
+    nothing_changes,
+    object_names,
+    refused,
+    spans,
+    store_without_its_keys,
+)
 
 MODEL = "test-model"
 Forget = Callable[[AioClient, Engine], Awaitable[Cleared]]
@@ -79,17 +88,13 @@ async def test_nothing_begun_before_it_becomes_visible(
 @pytest.mark.parametrize("forget", FORGETS.values(), ids=FORGETS)
 async def test_store_whose_keys_are_still_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: Forget) -> None:
     """Field report 3: a Store of a long prompt, which is hashed in the pool while Clear answers, began before it."""
-    monkeypatch.setattr("kvgrpc.runtime.driver.INLINE_HASH_TOKENS", 0)
     async with local_server(tmp_path) as server:
         engine = await server.engine(salt="tenant")
-        tokens, pool, hold = tokens_of(1, 8 * CHUNK), server.driver.hands.cpu_pool, threading.Event()
+        tokens = tokens_of(1, 8 * CHUNK)
         engine.image.write(range(32))
-        for _ in range(2):
-            pool.submit(hold.wait, 30)
-        storing = asyncio.create_task(engine.worker.store(engine.store_request(tokens, range(32))))
-        await until(lambda: pool._work_queue.qsize() == 1, what="the prompt to wait for the pool")  # type: ignore[attr-defined]
+        storing, go_on = await store_without_its_keys(server, engine, tokens, monkeypatch)
         assert (await forget(await server.admin(), engine)).removed_chunks == 0
-        hold.set()
+        go_on.set()
         assert spans(await storing) == [(0, 8, "REFUSED", "CLEARED")]
         assert await engine.hits(tokens) == 0
         assert spans(await engine.store(tokens, range(32))) == [(0, 8, "STORED", "")]

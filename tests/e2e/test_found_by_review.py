@@ -19,7 +19,7 @@ from kvgrpc.runtime.admin import DriverAdmin
 from kvgrpc.tiers import version_file
 from kvgrpc.transfer.shm import SharedMemoryMover
 from tests.e2e.harness import CHUNK, local_server, outcomes, tokens_of, until
-from tests.e2e.probes import refused
+from tests.e2e.probes import refused, store_without_its_keys
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["unregistered", "registered again"])
@@ -28,20 +28,16 @@ async def test_store_whose_keys_are_still_made_does_not_read_memory_that_is_shar
 ) -> None:
     """The answer of Unregister gives the blocks back, and what is in them later is another prompt's. A Store of a long
     prompt, which waited for the pool, took that for its own."""
-    monkeypatch.setattr("kvgrpc.runtime.driver.INLINE_HASH_TOKENS", 0)
     async with local_server(tmp_path) as server:
         engine = await server.engine()
-        tokens, pool, hold = tokens_of(1, 8 * CHUNK), server.driver.hands.cpu_pool, threading.Event()
+        tokens = tokens_of(1, 8 * CHUNK)
         engine.image.write(range(32))
-        for _ in range(2):
-            pool.submit(hold.wait, 30)
-        storing = asyncio.create_task(engine.worker.store(engine.store_request(tokens, range(32))))
-        await until(lambda: pool._work_queue.qsize() == 1, what="the prompt to wait for the pool")  # type: ignore[attr-defined]
+        storing, go_on = await store_without_its_keys(server, engine, tokens, monkeypatch)
         await engine.worker.unregister(engine.engine_id)
         engine.image.write(range(32), first_token=1000)
         if again:
             await engine.worker.register(engine.registration())
-        hold.set()
+        go_on.set()
         assert await refused(storing) == ("ABORTED", "CALL_REVOKED", "blocks")
         if not again:
             await engine.worker.register(engine.registration())
