@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from kvgrpc import api
@@ -15,6 +15,9 @@ from kvgrpc.transfer import device
 
 PIECE_BYTES = 64 << 20
 CEILING_BYTES = 1 << 30
+FILL = 0x5A17C3E9
+WAIT_EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ"""
 
 
 class CardEngine:
@@ -62,7 +65,7 @@ class CardEngine:
         pointer = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size_bytes))
         try:
-            self._call("cuMemsetD32_v2", pointer, 0x5A17C3E9, ctypes.c_size_t(size_bytes // 4))
+            self._call("cuMemsetD32_v2", pointer, FILL, ctypes.c_size_t(size_bytes // 4))
             self._call("cuCtxSynchronize")
             yield pointer.value
         finally:
@@ -71,6 +74,36 @@ class CardEngine:
     def share(self, pointer: int, size_bytes: int) -> api.CudaIpcMemory:
         handle, uuid, offset, _ = device.export_memory(pointer)
         return api.CudaIpcMemory(handle, uuid, offset, size_bytes)
+
+    @contextmanager
+    def awaiting_word(self, pointer: int) -> Generator[Callable[[], float], None, None]:
+        """From here on, until the first word there is what ``memory`` fills with again: it is overwritten at once. What
+        comes gives the seconds that this took, by the card's own clock, once somebody has written there."""
+        stream = self._streams[0]
+        word, value = ctypes.c_uint64(pointer), ctypes.c_uint32(FILL)
+        began, ended = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuMemsetD32_v2", word, 0, ctypes.c_size_t(1))
+        self._call("cuCtxSynchronize")
+        for event in (began, ended):
+            self._call("cuEventCreate", ctypes.byref(event), 0)
+
+        def seconds() -> float:
+            took = ctypes.c_float()
+            self._call("cuEventSynchronize", ended)
+            self._call("cuEventElapsedTime", ctypes.byref(took), began, ended)
+            return took.value / 1e3
+
+        try:
+            self._call("cuEventRecord", began, stream)
+            self._call("cuStreamWaitValue32_v2", stream, word, value, WAIT_EQUAL)
+            self._call("cuEventRecord", ended, stream)
+            yield seconds
+        finally:  # nobody waits for ever, whatever became of the copy
+            self._call("cuMemsetD32Async", word, value, ctypes.c_size_t(1), self._streams[1])
+            for each in self._streams:
+                self._call("cuStreamSynchronize", each)
+            for event in (began, ended):
+                self._call("cuEventDestroy_v2", event)
 
     def copy(self, pointer: int, directions: tuple[Direction, ...], size_bytes: int = CEILING_BYTES) -> float:
         """Seconds that a plain copy of so many bytes takes between pinned memory and the card, each way named."""

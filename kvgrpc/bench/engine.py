@@ -70,6 +70,15 @@ def shared_memory(size_bytes: int) -> Generator[SharedMemory, None, None]:
         memory.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """One that was found, under the name of a request."""
+
+    name: str
+    job_id: bytes
+    tokens: TokenRange
+
+
 class Worker:
     """An attached client with registered memory. Copies answer how long the call took in seconds."""
 
@@ -92,13 +101,19 @@ class Worker:
 
     async def retrieve(self, content: api.Content, blocks: Sequence[int]) -> float:
         """Looks up, which is not counted, and retrieves."""
+        return await self.load(await self.find(content), blocks)
+
+    async def find(self, content: api.Content) -> Prefix:
+        """What ``load`` takes, once."""
         self._calls += 1
         name = str(self._calls)
         hit = await self.lookup(content, name)
-        tokens = TokenRange(0, content.num_tokens)
-        request = api.RetrieveRequest(self._engine_id, self._calls, hit.job_id, tokens, (blocks,))
+        return Prefix(name, hit.job_id, TokenRange(0, content.num_tokens))
+
+    async def load(self, prefix: Prefix, blocks: Sequence[int]) -> float:
+        request = api.RetrieveRequest(self._engine_id, self._calls, prefix.job_id, prefix.tokens, (blocks,))
         took = await _copied(self._client.retrieve(request, timeout_s=COPY_S), ChunkOutcome.LOADED)
-        await self._client.end_request(self._engine_id, name)
+        await self._client.end_request(self._engine_id, prefix.name)
         return took
 
     async def lookup(self, content: api.Content, name: str) -> LookupAnswer:

@@ -23,6 +23,7 @@ from kvgrpc.bench.copies import shuffled
 from kvgrpc.bench.engine import KINDS, Paging, Worker, prompt, sharing
 from kvgrpc.bench.processes import BenchError, Serving, answer, ask, running, serving
 from kvgrpc.bench.results import Figure, figure
+from kvgrpc.bench.start import until_serving
 from kvgrpc.bench.suite import Effort
 from kvgrpc.client.address import parse_address
 from kvgrpc.client.aio import AioClient
@@ -31,6 +32,7 @@ from kvgrpc.core.types import Direction
 
 MIB, GIB = 1 << 20, 1 << 30
 L1 = 8 * GIB
+START_L1 = 16 * GIB
 READY_S = 60.0
 BESIDE_S = 1.5
 MODES = ("dma", "staged", "direct")
@@ -78,10 +80,10 @@ def server(*flags: str) -> Generator[Serving, None, None]:
         yield found
 
 
-async def _until_grown(address: str) -> None:
+async def _until_grown(address: str, size_bytes: int = L1) -> None:
     end = time.monotonic() + READY_S
     async with AioClient(address) as client:
-        while (await client.get_status()).arena.total_bytes < L1:
+        while (await client.get_status()).arena.total_bytes < size_bytes:
             if time.monotonic() > end:
                 raise BenchError(f"the arena has not grown within {READY_S:.0f} s")
             await asyncio.sleep(0.05)
@@ -226,6 +228,24 @@ def gpu_calls(effort: Effort) -> list[Figure]:
         return asyncio.run(_calls(Bench(card, found.address), effort))
 
 
+def gpu_start(effort: Effort) -> list[Figure]:
+    """Seconds from the start of the process to the first answer SERVING, and until all of L1 is pinned."""
+    CardEngine()
+    ready: list[float] = []
+    pinned: list[float] = []
+    for _ in range(max(1, effort.repetitions // 3)):
+        began = time.perf_counter()
+        with serving(f"{START_L1}") as found:
+            asyncio.run(until_serving(found))
+            ready.append(time.perf_counter() - began)
+            asyncio.run(_until_grown(found.address, START_L1))
+            pinned.append(time.perf_counter() - began)
+    return [
+        figure("gpu/until SERVING with 16GiB to pin", ready, "s", goal="<= 2"),
+        figure("gpu/until 16GiB are pinned", pinned, "s"),
+    ]
+
+
 async def _calls(bench: Bench, effort: Effort) -> list[Figure]:
     figures: list[Figure] = []
     case = CASES[0]
@@ -243,6 +263,8 @@ async def _calls(bench: Bench, effort: Effort) -> list[Figure]:
                 await worker.store_again(tokens, blocks)
                 resident.append((time.perf_counter() - began) * 1e3)
             figures.append(figure("gpu/store of 16K tokens that are there", resident, "ms"))
+            launched = await _first_bytes(bench, worker, pointer, tokens, blocks, effort.repetitions)
+            figures.append(figure("gpu/call to first bytes 16K tokens", launched, "ms", goal="<= 1"))
             times = await worker_lookups(worker, tokens, effort.calls)
             figures.append(figure("gpu/lookup 16K tokens", times, "ms", goal="<= 2"))
     paging = Paging(1, 1, 64 << 10, 1024)
@@ -254,6 +276,21 @@ async def _calls(bench: Bench, effort: Effort) -> list[Figure]:
             times = await worker_lookups(worker, content, effort.calls)
             figures.append(figure("gpu/lookup 16K tokens by hashes", times, "ms", goal="<= 1"))
     return figures
+
+
+async def _first_bytes(
+    bench: Bench, worker: Worker, pointer: int, tokens: api.Tokens, blocks: Sequence[int], times: int
+) -> list[float]:
+    """Milliseconds from a Retrieve's call until the first word of its first block has come: the launch of the first
+    copy, and what the card needs to begin it."""
+    block_bytes = CASES[0].paging.size_bytes // CASES[0].paging.num_blocks
+    took: list[float] = []
+    for _ in range(times + 1):
+        hit = await worker.find(tokens)
+        with bench.card.awaiting_word(pointer + blocks[0] * block_bytes) as seconds:
+            await worker.load(hit, blocks)
+            took.append(seconds() * 1e3)
+    return took[1:]
 
 
 async def worker_lookups(worker: Worker, content: api.Content, times: int) -> list[float]:

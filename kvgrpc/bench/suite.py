@@ -37,7 +37,7 @@ _PLACES = {
 }
 NAMES = tuple(_PLACES)
 """The names of measurements; the names of their figures begin with them and a slash."""
-_CARD_PLACES = dict.fromkeys(("gpu_copies", "gpu_movers", "gpu_calls", "gpu_beside"), "gpu")
+_CARD_PLACES = dict.fromkeys(("gpu_copies", "gpu_movers", "gpu_calls", "gpu_start", "gpu_beside"), "gpu")
 CARD_NAMES = tuple(_CARD_PLACES)
 """Those that need a card; the names of their figures begin with ``gpu/``."""
 
