@@ -200,18 +200,21 @@ $(VLLM)/.installed: tests/vllm/constraints.txt pyproject.toml $(NATIVE)
 	@touch $@
 
 # Two files at once, each in a process, since a process has one engine; those of hybrid/ share none with others, nor
-# with each other.
+# with each other. With PLAN_AHEAD steps are planned as on cards, before it is known what the last one has sampled.
 VLLM_PYTEST := $(VLLM)/bin/python -m pytest -q -n 2 --dist loadfile
 test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM_PYTEST) tests/vllm
 	$(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py)
-	$(VLLM)/bin/python -m pytest -q tests/vllm/hybrid/test_disk.py
+	PLAN_AHEAD=1 $(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py)
+	PLAN_AHEAD=1 $(VLLM_PYTEST) tests/vllm/test_outputs.py tests/vllm/hybrid/test_disk.py
 
 # On a card vLLM's words in a batch depend on what is in its cache, without a connector too: where tests compare those with
 # a cold run's they are left to CPUs. What is compared byte by byte, and one request at a time, runs.
 gpu-vllm: ## the connector in a real vLLM on a card; GPU_PY names a Python that has vLLM with CUDA and this package
 	$(GPU_PY) -m pytest -q -n 2 --dist loadfile $(addprefix tests/vllm/test_,outputs.py paths.py reports.py variants.py) \
 		-k "not a_batch_with_local and not share_while_both and not few_blocks"
+	$(GPU_PY) -m pytest -q -n 3 --dist loadfile $(addprefix tests/vllm/hybrid/test_,windows.py states.py disk.py) \
+		-k "not a_batch_with_local and not killed_in_the_middle"
 
 # The peer's connector, seen by the engines of its side only: in one environment its versions would exclude vLLM's.
 build/vllm-peer:

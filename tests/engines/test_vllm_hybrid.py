@@ -110,6 +110,38 @@ def test_a_save_names_what_is_there_and_holds_only_that():
     assert (d.blocks.held.total(), d.scheduler.held_blocks) == (0, 0)
 
 
+def test_a_state_is_saved_when_its_key_is_known():
+    """vLLM plans a step before it knows what the last one has sampled: the step that ends with the chunk is over."""
+    d = desk(groups=GROUPS)
+    request = d.arrive("r", 95)
+    with_tables(d, [0, 0, 203, 204, 205, 206, 207, 208], [0, 302, 303, 304])
+    d.scheduler.step([("r", 95)])
+    assert d.scheduler.step([("r", 96)]).saves == []
+    request.all_token_ids.append(7)
+    (save,) = d.scheduler.step([("r", 97)]).saves
+    assert (save.start, save.end, save.blocks[2]) == (64, 96, (303,))
+    request.all_token_ids.extend(range(40))
+    (later,) = d.scheduler.step([("r", 130)]).saves
+    assert (later.start, later.end, later.blocks[2]) == (96, 128, (NULL_BLOCK,))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_of_an_earlier_round_says_nothing_of_the_blocks_there_are_now(again: bool):
+    """After a preemption other blocks hold the same tokens, and other steps end elsewhere."""
+    d = desk(groups=GROUPS)
+    request = d.arrive("r", 95)
+    with_tables(d, [0, 0, 203, 204, 205, 206, 207], [0, 302, 303, 304])
+    d.scheduler.step([("r", 95)])
+    assert d.scheduler.step([("r", 96)]).saves == []
+    request.all_token_ids.append(7)
+    if again:
+        d.scheduler.matched(request, 0)
+        d.scheduler.allocated(request, 0)
+        with_tables(d, [0, 0, 0, 0, 405, 406, 407], [0, 402, 403, 404])
+    (save,) = d.scheduler.step([("r", 97)]).saves
+    assert save.blocks[2] == ((NULL_BLOCK,) if again else (303,))
+
+
 def test_a_save_waits_for_the_blocks_of_all_groups():
     d = desk(groups=GROUPS)
     d.arrive("r", 100)

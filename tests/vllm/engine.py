@@ -8,6 +8,7 @@ python -m tests.vllm.engine MODEL OPTIONS     (JSON) answers {"ready": true}, th
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,24 @@ from vllm.lora.request import LoRARequest
 
 TOKENS = 32
 BLOCK = 32
+
+
+def _plan_ahead() -> None:
+    """vLLM plans a step before it knows what the last one has sampled, but for CPUs, which need it not."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    real = CpuPlatform.check_and_update_config
+
+    def update(vllm_config: Any) -> None:
+        kept = vllm_config.scheduler_config.async_scheduling
+        real(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = kept
+
+    CpuPlatform.check_and_update_config = staticmethod(update)  # type: ignore[method-assign,assignment]
+
+
+if os.environ.get("PLAN_AHEAD"):
+    _plan_ahead()
 
 
 def connector(address: str, *, by_name: bool = False, **extra: object) -> KVTransferConfig:

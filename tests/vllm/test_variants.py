@@ -135,7 +135,7 @@ def test_mla(empty: Served, tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("@")]
     assert lines, done.stderr[-4000:]
-    assert json.loads(lines[-1][1:]) == {"cached": 448, "wrong": [], "moved": True}
+    assert json.loads(lines[-1][1:]) == {"cached": 448, "ours": True, "wrong": [], "moved": True}
 
 
 @pytest.mark.skipif(CARDS == 1, reason="each rank has a card of its own")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
@@ -109,6 +109,7 @@ class Scheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.load is not None:
             return
+        tracked.ends.clear()
         result, asked, chunk = tracked.result, tracked.asked, self._servers.chunk_tokens
         tracked.spent = True
         if result is not None and asked is not None and asked.chunk_tokens == chunk:  # else another server was asked
@@ -240,11 +241,13 @@ class Scheduler:
         if not self._fits(chunk):
             return
         self._count_stored(tracked, 0)
+        if self._terms.groups.states and computed % chunk == 0:
+            tracked.ends.add(computed)
         end = min(self._final(tracked, computed), tracked.wish.store_most) // chunk
         if end <= tracked.stored:
             return
         first = tracked.stored
-        blocks = self._table(tracked.request.request_id, first * chunk, end * chunk, computed)
+        blocks = self._table(tracked.request.request_id, first * chunk, end * chunk, tracked.ends)
         if any(len(ids) * size < (end - first) * chunk for ids, size in zip(blocks, self._sizes, strict=True)):
             return
         named = tuple(block for ids in blocks for block in ids if block != NULL_BLOCK)
@@ -268,6 +271,7 @@ class Scheduler:
         self._held[save_id] = Held(named, self._terms.workers, tracked.request, save.start, save.end, chunk)
         self._held_blocks += len(named)
         tracked.stored = end
+        tracked.ends = {each for each in tracked.ends if each > end * chunk}
         step.saves.append(save)
 
     def _final(self, tracked: Tracked, computed: int) -> int:
@@ -353,16 +357,17 @@ class Scheduler:
     def _sizes(self) -> Sequence[int]:
         return self._terms.groups.sizes
 
-    def _table(self, request_id: str, start: int, end: int, computed: int = 0) -> BlockIds:
-        """The request's blocks of these tokens, NULL_BLOCK where it has none. Of a group of states, with ``computed``
-        tokens: only the block that holds their state is known to hold one."""
+    def _table(self, request_id: str, start: int, end: int, ends: Set[int] | None = None) -> BlockIds:
+        """The request's blocks of these tokens, NULL_BLOCK where it has none. Of a group of states, with ``ends`` of
+        steps: only a block whose last token was a step's is known to hold a state, which stays as long as the block is
+        in the table."""
         blocks = self._blocks()
         tables: list[tuple[int, ...]] = []
         for group, (ids, size) in enumerate(zip(blocks.of(request_id), self._sizes, strict=True)):
             first, last = start // size, end // size
             named = [NULL_BLOCK if block == blocks.null else block for block in ids[first:last]]
-            if computed and group in self._terms.groups.states:
-                named = [block if (first + at + 1) * size == computed else NULL_BLOCK for at, block in enumerate(named)]
+            if ends is not None and group in self._terms.groups.states:
+                named = [block if (first + at + 1) * size in ends else NULL_BLOCK for at, block in enumerate(named)]
             tables.append(tuple(named))
         return tuple(tables)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvgrpc.engines.vllm.metadata import Load
 from kvgrpc.engines.vllm.options import Wish
@@ -34,6 +34,9 @@ class Tracked:
     """That ``stored`` counts in."""
     stored: int = 0
     """Chunks that the server has, or was asked to store."""
+    ends: set[int] = field(default_factory=set[int])
+    """Tokens behind them at which a step of this round ended with a chunk, in models with states. vLLM asks for the next
+    step before it knows what this one has sampled, so the chunk's key is known when its step is no longer the last."""
 
 
 @dataclass(slots=True)

@@ -85,10 +85,10 @@ def test_every_prefix_of_a_long_prompt_has_its_window(bench: Bench):
     shorter = [LONG[:at] + prompt(59, 40) for at in (1280, 640, 300, 64)]
     cold = bench.cold(*shorter)
     bench.say(LONG)
-    bench.forget()
-    said = bench.say(*shorter, params={"kvgrpc.no_store": True})
-    assert [each.tokens for each in said] == cold
-    assert [each.cached for each in said] == [1280, 640, 256, 64]
+    for asked, answer, hit in zip(shorter, cold, (1280, 640, 256, 64), strict=True):
+        bench.forget()
+        (said,) = bench.say(asked, params={"kvgrpc.no_store": True})
+        assert (said.tokens, said.cached) == (answer, hit)
 
 
 def test_without_its_window_a_prefix_is_no_hit(bench: Bench):
@@ -99,7 +99,7 @@ def test_without_its_window_a_prefix_is_no_hit(bench: Bench):
     scheduler, real = bench.scheduler(), bench.scheduler()._save
 
     def late(tracked: Any, computed: int, step: Any) -> None:
-        if computed > 500:
+        if computed > 504:  # a step or two behind the last one that needs it
             real(tracked, computed, step)
 
     scheduler._save = late
