@@ -35,8 +35,8 @@ class Tracked:
     stored: int = 0
     """Chunks that the server has, or was asked to store."""
     ends: set[int] = field(default_factory=set[int])
-    """Tokens behind them at which a step of this round ended with a chunk, in models with states. vLLM asks for the next
-    step before it knows what this one has sampled, so the chunk's key is known when its step is no longer the last."""
+    """Where steps of this round ended with a chunk behind those, in tokens, for models with states. vLLM plans the next
+    step before it knows what this one samples, so a chunk's key may be known when its step is no longer the last."""
 
 
 @dataclass(slots=True)
