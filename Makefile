@@ -19,7 +19,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench hybrid-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
+.PHONY: gpu gpu-sanitizer gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench hybrid-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
 # What the extension is made of, and with; the versions are in constraints.txt. setuptools builds grpcurl's package, which
 # has no wheel; what a Python brings along may be too old for it, or none.
@@ -207,6 +207,12 @@ test-vllm: $(VLLM)/.installed ## the connector in a real vLLM, with real servers
 	$(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py)
 	PLAN_AHEAD=1 $(VLLM_PYTEST) $(addprefix tests/vllm/hybrid/test_,windows.py states.py)
 	PLAN_AHEAD=1 $(VLLM_PYTEST) tests/vllm/test_outputs.py tests/vllm/hybrid/test_disk.py
+
+gpu-sanitizer: ## small copies by all movers on a card, under compute-sanitizer
+	for tool in memcheck racecheck; do \
+		compute-sanitizer --target-processes all --error-exitcode 3 --tool $$tool \
+			$(GPU_PY) -m pytest -q -m gpu tests/gpu -k "sanitizer or (all_groups and 512)" || exit 1; \
+	done
 
 # On a card vLLM's words in a batch depend on what is in its cache, without a connector too: where tests compare those with
 # a cold run's they are left to CPUs. What is compared byte by byte, and one request at a time, runs.
