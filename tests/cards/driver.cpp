@@ -2,9 +2,10 @@
 // A CUDA driver without a card, for tests: libcuda.so.1 by name. Memory of the "card" lies in files under /dev/shm, so
 // that other processes open it by handle; each stream is a thread that dawdles, so that who does not wait sees it.
 //
-// As the real one: a copy may not cross two registered parts of host memory, a handle opens at its allocation's base, and
-// memory that came from elsewhere has none. FAKE_CARDS says how many cards there are. FAKE_FAIL_FILE: while this file is
-// there, every copy fails, and so does everything after the first.
+// As the real one: a copy may not cross two registered parts of host memory, nor two allocations, which follow each other
+// without a gap; a handle opens at its allocation's base, and memory that came from elsewhere has none. FAKE_CARDS says
+// how many cards there are. FAKE_FAIL_FILE: while this file is there, every copy fails, and so does everything after the
+// first.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -137,6 +138,15 @@ int copy(Pointer target, Pointer source, std::size_t size, FakeStream* stream) {
     return 0;
 }
 
+// Maps the card's memory behind all that was mapped before.
+void* placed(std::size_t size, int fd) {
+    constexpr std::size_t room = std::size_t{1} << 42, page = 4096;
+    static std::atomic<Pointer> next{
+        reinterpret_cast<Pointer>(mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))};
+    void* at = reinterpret_cast<void*>(next.fetch_add((size + page - 1) / page * page));
+    return mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+}
+
 std::string path_of(const std::string& name) { return "/dev/shm/" + name; }
 
 }  // namespace
@@ -175,7 +185,7 @@ int cuMemAlloc_v2(Pointer* pointer, std::size_t size) {
     // Not O_EXCL: whoever had this process id before and was killed has left its memory behind.
     const int fd = open(path_of(name).c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) return 2;
-    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void* at = placed(size, fd);
     close(fd);
     *pointer = reinterpret_cast<Pointer>(at);
     const std::lock_guard lock(mutex);
@@ -191,7 +201,10 @@ int cuMemFree_v2(Pointer pointer) {
     device.erase(found);
     return 0;
 }
+std::atomic<int> host_allocations{0};
+int fakeHostAllocations() { return host_allocations; }  // so far
 int cuMemHostAlloc(void** at, std::size_t size, unsigned) {
+    ++host_allocations;
     *at = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
     const std::lock_guard lock(mutex);
     host[reinterpret_cast<Pointer>(*at)] = size;
@@ -259,7 +272,7 @@ int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
     struct stat found = {};
     if (fd < 0 || fstat(fd, &found) != 0) return invalid;
     const auto size = static_cast<std::size_t>(found.st_size);
-    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void* at = placed(size, fd);
     close(fd);
     *pointer = reinterpret_cast<Pointer>(at);
     const std::lock_guard lock(mutex);
