@@ -11,6 +11,7 @@ from kvgrpc.api import BlockForm, CudaIpcMemory, KvGroup, Layout, Runs
 from kvgrpc.core.types import Direction, Extent, Piece, RunSlice, SliceReport
 from kvgrpc.transfer import _native
 from kvgrpc.transfer.arena import Arena
+from kvgrpc.transfer.base import Flight
 from kvgrpc.transfer.cards import Cards
 from kvgrpc.transfer.cuda import CopyMode, CudaMover
 from tests.cards import fake
@@ -77,3 +78,35 @@ def test_a_copy_does_not_leave_its_allocation(mode: CopyMode, arena: Arena, card
     mover.unmap(1)
     for own in memory:
         own.free()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_blocks_that_are_named_twice_wait_for_what_was_launched_before(
+    mode: CopyMode, arena: Arena, cards: Cards
+) -> None:
+    """Found by review: such a slice goes by copy engines whatever the mode, and overtook the kernels before it."""
+    blocks, run, chunk = 128, 4096, 64
+    memory = fake.CardMemory(blocks * run)
+    mover = CudaMover(cards, chunk, mode)
+    mover.map(1, layout_of((memory,), blocks, Runs(0, 0, 1, 0, 1, 0, run, run)))
+    size = chunk * run
+    arena.view(0, MIB)[:] = b"\1" * MIB
+    arena.view(MIB, MIB)[:] = b"\2" * MIB
+    arena.view(2 * MIB, MIB)[:] = b"\3" * MIB
+    paged = tuple((at * 2 * run, run) for at in range(chunk))  # each a copy of its own into the ring
+    orders = (
+        (paged, tuple(range(64))),
+        (((MIB, size),), (5, 5, *range(66, 128))),
+        (((2 * MIB, size),), tuple(range(64))),
+    )
+    for upto in (2, 3):
+        flights: list[Flight] = []
+        for number, (extents, ids) in enumerate(orders[:upto]):
+            launched = mover.launch(RunSlice(number, "c", 1, 1, RETRIEVE, (piece(0, ids, size, extents),)))
+            assert not isinstance(launched, SliceReport)
+            flights.append(launched)
+        assert [flight.wait() for flight in flights] == [SliceReport(1)] * upto
+        assert memory.buffer[5 * run] == upto
+        assert memory.buffer[6 * run] == (1 if upto == 2 else 3)
+    mover.unmap(1)
+    memory.free()
