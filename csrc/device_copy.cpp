@@ -106,9 +106,13 @@ Report Flight::wait() {
     }
     over_ = true;
     ended_.reset();
+    give_tables();
+    return report_;
+}
+
+void Flight::give_tables() noexcept {
     for (void* table : tables_) copier_.give_table(table);
     tables_.clear();
-    return report_;
 }
 
 DeviceCopier::DeviceCopier(std::shared_ptr<const Card> card, std::byte* arena, std::uint64_t arena_bytes,
@@ -170,7 +174,10 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
                 launch_grids(*flight, last_stream(), grids, direction);
                 launch_dma(*flight, last_stream(), runs, direction);
             }
-            if (rounds % rounds_in_flight == 0) KVGRPC_CUDA(cuStreamSynchronize, last_stream());
+            if (rounds % rounds_in_flight == 0) {
+                KVGRPC_CUDA(cuStreamSynchronize, last_stream());
+                flight->give_tables();
+            }
         }
         if (flight->begun_) {
             flight->ended_ = std::make_unique<CardEvent>();
