@@ -23,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -131,8 +132,15 @@ class FakeStream {
     std::thread thread_;
 };
 
+std::atomic<int> good_copies{-1};  // until one is refused; negative: all
+std::atomic<bool> out_of_memory{false};
+
 int copy(Pointer target, Pointer source, std::size_t size, FakeStream* stream) {
     if (state() != 0) return state();
+    if (good_copies >= 0 && good_copies-- == 0) {
+        if (out_of_memory) throw std::bad_alloc();
+        return invalid;
+    }
     if (!reachable(target, size) || !reachable(source, size)) return invalid;
     stream->put([=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), size); });
     return 0;
@@ -337,6 +345,8 @@ int cuIpcOpenEventHandle(FakeEvent** event, Handle handle) {
     (*event)->opened = true;
     return 0;
 }
+// After so many copies one is refused, or there is no memory for it in this process, which the caller throws.
+int fakeRefuse(int after, bool memory) { return out_of_memory = memory, good_copies = after, 0; }
 // What comes behind on this stream waits until there is such a file.
 int fakeHold(FakeStream* stream, const char* path) {
     stream->put([path = std::string(path)] {

@@ -154,7 +154,7 @@ def test_a_card_that_fails_fails_by_name(
         timeout=60,
     )
     assert done.stdout.splitlines()[-2:] == [
-        f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=False)",
+        f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=0)",
         CARD_FAILED,
     ], done
 

@@ -130,3 +130,31 @@ def test_tiny_runs_take_a_bounded_amount_of_host_memory(mode: CopyMode, arena: A
     assert fake.driver().fakeHostAllocations() - before <= 9
     mover.unmap(1)
     memory.free()
+
+
+def retrieved(cards: Cards, good: int) -> tuple[SliceReport, list[int]]:
+    """What a Retrieve of three chunks reports whose copies are refused from some on; a byte of each chunk's blocks."""
+    blocks, run, size = 16, 4096, 8192
+    memory = fake.CardMemory(blocks * run)
+    mover = CudaMover(cards, 2, CopyMode.DMA)
+    mover.map(1, layout_of((memory,), blocks, Runs(0, 0, 1, 0, 1, 0, run, run)))
+    ids = ((0, 2), (5, 7), (9, 13))
+    pieces = tuple(piece(at, ids[at], size, ((at * size, size),)) for at in range(3))
+    fake.driver().fakeRefuse(good, False)
+    report = mover.copy(RunSlice(1, "c", 1, 1, RETRIEVE, pieces))
+    fake.driver().fakeRefuse(-1, False)
+    found = [memory.buffer[one * run] for pair in ids for one in pair]
+    mover.unmap(1)
+    memory.free()
+    return report, found
+
+
+def test_a_copy_that_is_refused_on_its_way_is_torn_as_a_whole(arena: Arena, cards: Cards) -> None:
+    """Found by review: only its first chunk was called torn, the others untouched, and they were not: copies of a batch
+    go in any order."""
+    arena.view(0, MIB)[:] = b"\7" * MIB
+    report, found = retrieved(cards, 3)
+    assert found == [0, 0, 0, 7, 7, 7]
+    assert report == SliceReport(0, "CARD_FAILED", torn=3)
+    report, found = retrieved(cards, -1)
+    assert (report, found) == (SliceReport(3), [7] * 6)
