@@ -153,6 +153,14 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
         if (!on_belt) return mapping.stream(direction);
         return staged && direction == Direction::store ? belt.engines->get() : belt.kernels->get();
     };
+    // What was launched must have ended before anybody is told.
+    const auto settle = [&] {
+        flight->ended_.reset();
+        if (!flight->begun_) return;
+        if (belt.kernels != nullptr) driver().cuStreamSynchronize(belt.kernels->get());
+        if (belt.engines != nullptr) driver().cuStreamSynchronize(belt.engines->get());
+        driver().cuStreamSynchronize(mapping.stream(direction));
+    };
     Plan plan(paging, arena_, slice, direction, whole_runs());
     const Parts parts{arena_, part_bytes_};
     Round round;
@@ -184,13 +192,11 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
             KVGRPC_CUDA(cuEventRecord, flight->ended_->get(), last_stream());
         }
     } catch (const cuda::CudaError& error) {
-        flight->ended_.reset();
-        if (flight->begun_) {  // what was launched must have ended before anybody is told
-            if (belt.kernels != nullptr) driver().cuStreamSynchronize(belt.kernels->get());
-            if (belt.engines != nullptr) driver().cuStreamSynchronize(belt.engines->get());
-            driver().cuStreamSynchronize(mapping.stream(direction));
-        }
+        settle();
         flight->fail(error.what());
+    } catch (...) {
+        settle();
+        throw;
     }
     return flight;
 }

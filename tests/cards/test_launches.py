@@ -158,3 +158,26 @@ def test_a_copy_that_is_refused_on_its_way_is_torn_as_a_whole(arena: Arena, card
     assert report == SliceReport(0, "CARD_FAILED", torn=3)
     report, found = retrieved(cards, -1)
     assert (report, found) == (SliceReport(3), [7] * 6)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.value)
+def test_a_launch_that_ends_with_an_exception_leaves_nothing_behind(mode: CopyMode, arena: Arena, cards: Cards) -> None:
+    """Found by review: what ended a launch and was no answer of the driver left copies on their way, to places and from
+    lists that were free again."""
+    run, chunk = 4096, 64
+    memory = fake.CardMemory(MIB)
+    memory.buffer[:] = b"\7" * MIB
+    mover = CudaMover(cards, chunk, mode)
+    mover.map(1, layout_of((memory,), MIB // run, Runs(0, 0, 1, 0, 1, 0, run, run)))
+    size, paged = chunk * run, tuple((at * 2 * run, run) for at in range(chunk))
+    order = RunSlice(1, "c", 1, 1, STORE, (piece(0, tuple(range(0, 2 * chunk, 2)), size, paged),))
+    fake.driver().fakeRefuse(chunk - 1, True)
+    with pytest.raises(MemoryError):
+        mover.launch(order)
+    fake.driver().fakeRefuse(-1, False)
+    found = bytes(arena.view(0, MIB))
+    behind = piece(1, tuple(range(chunk)), size, ((MIB, size),))
+    assert mover.copy(RunSlice(2, "c", 1, 1, STORE, (behind,))) == SliceReport(1)
+    assert bytes(arena.view(0, MIB)) == found
+    mover.unmap(1)
+    memory.free()
