@@ -4,8 +4,8 @@
 //
 // As the real one: a copy may not cross two registered parts of host memory, nor two allocations, which follow each other
 // without a gap; a handle opens at its allocation's base, and memory that came from elsewhere has none. FAKE_CARDS says
-// how many cards there are. FAKE_FAIL_FILE: while this file is there, every copy fails, and so does everything after the
-// first.
+// how many cards there are, FAKE_TAKEN_CARD which of them another process has for itself. FAKE_FAIL_FILE: while this file
+// is there, every copy fails, and so does everything after the first.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -31,7 +31,7 @@
 namespace {
 
 using Pointer = std::uint64_t;
-constexpr int invalid = 1, lost = 700, pending = 600;
+constexpr int invalid = 1, unavailable = 46, no_device = 100, lost = 700, pending = 600;
 
 struct Area {
     std::size_t size;
@@ -161,10 +161,15 @@ std::string path_of(const std::string& name) { return "/dev/shm/" + name; }
 
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
+int cuInit(unsigned) { return cards() == 0 ? no_device : 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
 int cuGetErrorName(int error, const char** name) {
-    return *name = error == lost ? "CUDA_ERROR_ILLEGAL_ADDRESS" : error == invalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR", 0;
+    static const std::map<int, const char*> names{{invalid, "CUDA_ERROR_INVALID_VALUE"},
+                                                  {unavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
+                                                  {no_device, "CUDA_ERROR_NO_DEVICE"},
+                                                  {lost, "CUDA_ERROR_ILLEGAL_ADDRESS"}};
+    const auto found = names.find(error);
+    return *name = found != names.end() ? found->second : "CUDA_ERROR", 0;
 }
 int cuGetErrorString(int, const char** text) { return *text = "the fake driver says so", 0; }
 int cuDeviceGetCount(int* count) { return *count = cards(), 0; }
@@ -172,7 +177,11 @@ int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, stat
 int cuDeviceGetPCIBusId(char* id, int size, int card) { return std::snprintf(id, static_cast<std::size_t>(size), "0000:%02x:00.0", card), 0; }
 int cuDeviceGetUuid_v2(char* uuid, int card) { return std::memset(uuid, 0xa0 + card, 16), 0; }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }
-int cuDevicePrimaryCtxRetain(void** context, int card) { return *context = reinterpret_cast<void*>(std::intptr_t{card} + 1), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int card) {
+    const char* taken = std::getenv("FAKE_TAKEN_CARD");
+    if (taken != nullptr && std::atoi(taken) == card) return unavailable;
+    return *context = reinterpret_cast<void*>(std::intptr_t{card} + 1), 0;
+}
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(reinterpret_cast<std::intptr_t>(context)), 0; }
 int cuCtxPopCurrent_v2(void** context) {
