@@ -72,6 +72,17 @@ bool reachable(Pointer at, std::size_t size) {
            inside(host, at, size, [](const std::size_t& length) { return length; });
 }
 
+std::atomic<bool> busy{false};
+std::atomic<int> waiting{0}, stuck{0};
+
+// What the real one may be busy with, here until somebody says that it is not.
+void when_idle() {
+    ++waiting;
+    for (int looks = 0; busy && looks < 3000; ++looks) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (busy) ++stuck;
+    --waiting;
+}
+
 // Of an event that other processes open, in a file that all of them map.
 struct Counts {
     std::atomic<std::uint64_t> recorded{0}, done{0};
@@ -276,6 +287,7 @@ struct Handle {
     char bytes[64];
 };
 int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
+    when_idle();
     handle.bytes[63] = 0;
     const std::string name = handle.bytes;
     if (name.rfind("kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
@@ -297,6 +309,7 @@ int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
     return 0;
 }
 int cuIpcCloseMemHandle(Pointer pointer) {
+    when_idle();
     const std::lock_guard lock(mutex);
     const auto found = device.find(pointer);
     if (found == device.end()) return invalid;
@@ -304,8 +317,8 @@ int cuIpcCloseMemHandle(Pointer pointer) {
     device.erase(found);
     return 0;
 }
-int cuStreamCreate(FakeStream** stream, unsigned) { return *stream = new FakeStream, 0; }
-int cuStreamDestroy_v2(FakeStream* stream) { return delete stream, 0; }
+int cuStreamCreate(FakeStream** stream, unsigned) { return when_idle(), *stream = new FakeStream, 0; }
+int cuStreamDestroy_v2(FakeStream* stream) { return when_idle(), delete stream, 0; }
 int cuStreamSynchronize(FakeStream* stream) { return stream->drain(), state(); }
 int cuStreamWaitEvent(FakeStream* stream, FakeEvent* event, unsigned) {
     const std::lock_guard lock(event->mutex);
@@ -331,6 +344,7 @@ int cuEventCreate(FakeEvent** event, unsigned flags) {
 }
 int cuEventDestroy_v2(FakeEvent* event) {  // but for one that was opened, streams may still look at it
     if (!event->opened) return 0;
+    when_idle();
     munmap(event->counts, sizeof(Counts));
     return delete event, 0;
 }
@@ -348,12 +362,17 @@ int cuIpcOpenEventHandle(FakeEvent** event, Handle handle) {
     if (name.rfind("event kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
     Counts* counts = map_counts(name.substr(6), 0);
     if (counts == nullptr) return invalid;
+    when_idle();
     ++opened_events;
     *event = new FakeEvent;
     (*event)->counts = counts;
     (*event)->opened = true;
     return 0;
 }
+// From here on calls that open and close something wait until it is no longer busy, or for 3 s, which makes them stuck.
+int fakeBusy(bool now) { return busy = now, 0; }
+int fakeWaiting() { return waiting; }
+int fakeStuck() { return stuck; }
 // After so many copies one is refused, or there is no memory for it in this process, which the caller throws.
 int fakeRefuse(int after, bool memory) { return out_of_memory = memory, good_copies = after, 0; }
 // What comes behind on this stream waits until there is such a file.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,6 +16,7 @@ from kvgrpc.transfer.base import Flight
 from kvgrpc.transfer.cards import Cards
 from kvgrpc.transfer.cuda import CopyMode, CudaMover
 from tests.cards import fake
+from tests.served import wait_until
 
 MIB = 1 << 20
 STORE, RETRIEVE = Direction.STORE, Direction.RETRIEVE
@@ -179,5 +181,30 @@ def test_a_launch_that_ends_with_an_exception_leaves_nothing_behind(mode: CopyMo
     behind = piece(1, tuple(range(chunk)), size, ((MIB, size),))
     assert mover.copy(RunSlice(2, "c", 1, 1, STORE, (behind,))) == SliceReport(1)
     assert bytes(arena.view(0, MIB)) == found
+    mover.unmap(1)
+    memory.free()
+
+
+def test_nobody_waits_for_a_driver_that_is_busy_with_another_client(arena: Arena, cards: Cards) -> None:
+    """Found by review: streams were made, and streams and events ended, under the interpreter's lock, while the driver
+    was pinning memory."""
+    driver, late = fake.driver(), fake.LateWrites()
+    memory = fake.CardMemory(MIB)
+    mover = CudaMover(cards, 2)
+    layout = layout_of((memory,), 8, Runs(0, 0, 1, 0, 1, 0, 4096, 4096))
+    mover.map(1, layout)
+    acts = (
+        lambda: mover.map(2, layout),
+        lambda: mover.when_ready(2, late.handle, lambda refusal: None),
+        lambda: mover.unmap(2),
+    )
+    for act in acts:
+        driver.fakeBusy(True)
+        with ThreadPoolExecutor(1) as pool:
+            acting = pool.submit(act)
+            wait_until(lambda: driver.fakeWaiting() > 0, 10)
+            driver.fakeBusy(False)
+            acting.result(10)
+        assert driver.fakeStuck() == 0
     mover.unmap(1)
     memory.free()
