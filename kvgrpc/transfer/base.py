@@ -96,5 +96,5 @@ class WaitingMover(Mover, Protocol):
     def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
         """Opens the event, or takes the one that is open, and calls ``done`` once: when all has ended that was launched
         before its latest record, or with why nobody will know. Unmapping calls it with CALL_REVOKED. Calling what is
-        answered takes the wait back; harmless afterwards. Refuses: READY_EVENT_UNSUPPORTED."""
+        answered takes the wait back; harmless afterwards. Refuses: READY_EVENT_UNSUPPORTED, CARD_FAILED."""
         ...

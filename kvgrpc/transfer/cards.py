@@ -55,6 +55,10 @@ def canonical_uuid(text: str) -> str:
     return text.rpartition("GPU-")[2].rpartition("MIG-")[2].replace("-", "").lower()
 
 
+def _lost(card: OpenCard) -> Refusal:
+    return Refusal(Reason.CARD_FAILED, f"card {card.uuid} has failed: {card.failure}", resource=card.uuid)
+
+
 class Cards:
     """Opens every card that the driver shows, pins the arena for them, and keeps what engines have shared on them.
 
@@ -146,7 +150,7 @@ class Cards:
                 sentence = f"this server cannot use {uuid!r}: {trouble or f'it sees {seen} only'}"
                 raise Refusal(Reason.CUDA_UNSUPPORTED, sentence, field=where)
             if card.failure:
-                raise Refusal(Reason.CARD_FAILED, f"card {card.uuid} has failed: {card.failure}", resource=card.uuid)
+                raise _lost(card)
             return card
 
     def open(self, card: OpenCard, handle: bytes) -> OpenMemory:
@@ -178,13 +182,20 @@ class Cards:
                 card.has_kernel = True
 
     def failed(self, card: OpenCard, error: str) -> None:
-        """A copy failed. The card has, too, when it answers nothing else either."""
+        """A copy failed; the card may have, too."""
         log.error("a copy on a card failed", uuid=card.uuid, reason=error)
+        self.lost(card)
+
+    @staticmethod
+    def lost(card: OpenCard) -> Refusal | None:
+        """After anything failed on the card: what to say when it answers nothing else either."""
         try:
             card.native.memory()
         except RuntimeError as lost:
+            if not card.failure:
+                log.error("the card is lost until the server is started again", uuid=card.uuid, reason=str(lost))
             card.failure = card.failure or str(lost)
-            log.error("the card is lost until the server is started again", uuid=card.uuid, reason=card.failure)
+        return _lost(card) if card.failure else None
 
     @staticmethod
     def _attempt(card: OpenCard, act: Callable[[int], None], pointer: int) -> None:

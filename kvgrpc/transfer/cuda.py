@@ -84,7 +84,7 @@ class CudaMover:
         self._chunk_tokens = chunk_tokens
         self._mode = mode
         self._mappings: dict[int, _Mapped] = {}
-        self._ready = ReadyEvents(cards.failed)
+        self._ready = ReadyEvents(cards.lost)
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -160,7 +160,7 @@ class CudaMover:
                     "that lives, and from cudaMalloc: the virtual-memory allocator (expandable segments, sleep mode), "
                     "memory pools and managed memory have none"
                 )
-                raise Refusal(Reason.MEMORY, sentence, field=f"{where}.handle") from error
+                raise self._cards.lost(card) or Refusal(Reason.MEMORY, sentence, field=f"{where}.handle") from error
         size, end = opened[memory.handle].size_bytes, memory.offset_bytes + memory.size_bytes
         if end > size:
             sentence = f"the allocation has {size} bytes; offset_bytes + size_bytes is {end}"

@@ -5,7 +5,7 @@
 // As the real one: a copy may not cross two registered parts of host memory, nor two allocations, which follow each other
 // without a gap; a handle opens at its allocation's base, and memory that came from elsewhere has none. FAKE_CARDS says
 // how many cards there are, FAKE_TAKEN_CARD which of them another process has for itself. FAKE_FAIL_FILE: while this file
-// is there, every copy fails, and so does everything after the first.
+// is there, every copy fails, and so does everything after the first thing that does.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -288,6 +288,7 @@ struct Handle {
 };
 int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
     when_idle();
+    if (state() != 0) return state();
     handle.bytes[63] = 0;
     const std::string name = handle.bytes;
     if (name.rfind("kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
@@ -357,6 +358,7 @@ int cuIpcGetEventHandle(char* handle, FakeEvent* event) {
 std::atomic<int> opened_events{0};
 int fakeEvents() { return opened_events; }  // opened so far
 int cuIpcOpenEventHandle(FakeEvent** event, Handle handle) {
+    if (state() != 0) return state();
     handle.bytes[63] = 0;
     const std::string name = handle.bytes;
     if (name.rfind("event kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;

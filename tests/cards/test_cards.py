@@ -193,6 +193,28 @@ def test_a_card_that_fails_fails_by_name(
     ], done
 
 
+@pytest.mark.parametrize("act", ["mover.map(2, other)", "mover.when_ready(1, late.handle, print)"])
+def test_a_card_that_was_lost_at_rest_is_seen_by_whoever_comes_next(tmp_path: Path, act: str) -> None:
+    """Found by review: no copy had failed yet, so the engine was told that its handle was no good."""
+    program = FAILING.partition("mover.copy(work(1))\nprint")[0] + LOST.format(act)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "fail")],
+        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-2:] == [CARD_FAILED, CARD_FAILED], done
+
+
+LOST = """
+try:
+    {}
+except Refusal as refusal:
+    print(refusal.reason.value)
+print(refused(mover, layout).reason.value, flush=True)
+import os; os._exit(0)
+"""
 FAILING = """
 import sys
 from pathlib import Path
@@ -205,6 +227,7 @@ mover = CudaMover(cards, CHUNK)
 memory = fake.CardMemory(MIB)
 layout = layout_in(memory)
 mover.map(1, layout)
+other, late = layout_in(fake.CardMemory(MIB)), fake.LateWrites()
 assert mover.copy(work(1)) == SliceReport(1)
 Path(sys.argv[1]).touch()
 mover.copy(work(1))
