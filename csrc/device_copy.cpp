@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Order. Slices of one mapping and direction go to one stream, those of kernels to the belt of their direction, so one
-// is done before the next that was launched. Inside a slice runs go in any order; where two of them have one target,
-// one after the other.
+// Order. Slices of one mapping and direction go to one stream, those of one that uses kernels to the belt of their
+// direction, so one is done before the next that was launched. Inside a slice runs go in any order; where two of them
+// have one target, one after the other.
 #include "device_copy.hpp"
 
 #include <sys/prctl.h>
@@ -106,9 +106,13 @@ Report Flight::wait() {
     }
     over_ = true;
     ended_.reset();
+    give_tables();
+    return report_;
+}
+
+void Flight::give_tables() noexcept {
     for (void* table : tables_) copier_.give_table(table);
     tables_.clear();
-    return report_;
 }
 
 DeviceCopier::DeviceCopier(std::shared_ptr<const Card> card, std::byte* arena, std::uint64_t arena_bytes,
@@ -141,13 +145,21 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
     auto flight = std::make_unique<Flight>(*this, slice.size());
     const Card::Current current(*card_);
     const bool in_order = direction == Direction::retrieve && has_repeats(slice);
-    const bool by_kernel = mapping.mode() != Mode::dma && !in_order;
-    const cuda::Stream stream = mapping.stream(direction);
+    const bool on_belt = mapping.mode() != Mode::dma;
+    const bool staged = mapping.mode() == Mode::staged;
     Belt& belt = belts_[static_cast<std::size_t>(direction)];
+    // What the slice's last copies go to. A belt's streams are there once it is prepared.
     const auto last_stream = [&] {
-        if (!by_kernel) return stream;
-        const bool engines = mapping.mode() == Mode::staged && direction == Direction::store;
-        return engines ? belt.engines->get() : belt.kernels->get();
+        if (!on_belt) return mapping.stream(direction);
+        return staged && direction == Direction::store ? belt.engines->get() : belt.kernels->get();
+    };
+    // What was launched must have ended before anybody is told.
+    const auto settle = [&] {
+        flight->ended_.reset();
+        if (!flight->begun_) return;
+        if (belt.kernels != nullptr) driver().cuStreamSynchronize(belt.kernels->get());
+        if (belt.engines != nullptr) driver().cuStreamSynchronize(belt.engines->get());
+        driver().cuStreamSynchronize(mapping.stream(direction));
     };
     Plan plan(paging, arena_, slice, direction, whole_runs());
     const Parts parts{arena_, part_bytes_};
@@ -158,31 +170,33 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
         for (int rounds = 1; plan.next(round); ++rounds) {
             runs.clear();
             grids.clear();
-            if (by_kernel) {
+            if (in_order) {
                 cut_runs(round, parts, runs);
-                launch_kernels(*flight, runs, direction, mapping.mode() == Mode::staged);
-            } else if (in_order) {
+                if (on_belt) prepare(belt, staged);
+                launch_in_order(*flight, last_stream(), runs, direction);
+            } else if (on_belt) {
                 cut_runs(round, parts, runs);
-                launch_in_order(*flight, stream, runs, direction);
+                launch_kernels(*flight, runs, direction, staged);
             } else {
                 find_grids(round, parts, grids, runs);
-                launch_grids(*flight, stream, grids, direction);
-                launch_dma(*flight, stream, runs, direction);
+                launch_grids(*flight, last_stream(), grids, direction);
+                launch_dma(*flight, last_stream(), runs, direction);
             }
-            if (rounds % rounds_in_flight == 0) KVGRPC_CUDA(cuStreamSynchronize, last_stream());
+            if (rounds % rounds_in_flight == 0) {
+                KVGRPC_CUDA(cuStreamSynchronize, last_stream());
+                flight->give_tables();
+            }
         }
         if (flight->begun_) {
             flight->ended_ = std::make_unique<CardEvent>();
             KVGRPC_CUDA(cuEventRecord, flight->ended_->get(), last_stream());
         }
     } catch (const cuda::CudaError& error) {
-        flight->ended_.reset();
-        if (flight->begun_) {  // what was launched must have ended before anybody is told
-            if (belt.kernels != nullptr) driver().cuStreamSynchronize(belt.kernels->get());
-            if (belt.engines != nullptr) driver().cuStreamSynchronize(belt.engines->get());
-            driver().cuStreamSynchronize(stream);
-        }
+        settle();
         flight->fail(error.what());
+    } catch (...) {
+        settle();
+        throw;
     }
     return flight;
 }
@@ -248,8 +262,8 @@ void DeviceCopier::launch_in_order(Flight& flight, cuda::Stream stream, std::spa
 
 void DeviceCopier::launch_kernels(Flight& flight, std::span<const Run> runs, Direction direction, bool staged) {
     Belt& belt = belts_[static_cast<std::size_t>(direction)];
-    const std::lock_guard lock(belt.mutex);
     prepare(belt, staged);
+    const std::lock_guard lock(belt.mutex);
     std::vector<Unit> units;
     std::vector<Stretch> stretches;
     std::uint64_t used = 0;
@@ -330,6 +344,7 @@ void DeviceCopier::launch_step(Flight& flight, Belt& belt, std::span<const Unit>
 }
 
 void DeviceCopier::prepare(Belt& belt, bool staged) {
+    const std::lock_guard lock(belt.mutex);
     if (belt.kernels == nullptr) {
         auto kernels = std::make_unique<CardStream>();
         belt.engines = std::make_unique<CardStream>();

@@ -75,6 +75,7 @@ class Flight {
   private:
     friend class DeviceCopier;
     void fail(const std::string& error) noexcept;
+    void give_tables() noexcept;
 
     DeviceCopier& copier_;
     Report report_;

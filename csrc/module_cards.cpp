@@ -32,6 +32,16 @@ namespace {
 
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
+// Made and ended with the interpreter lock released, since the driver may be busy. Its last user has the lock.
+template <typename T, typename... Arguments>
+std::shared_ptr<T> made(Arguments&&... arguments) {
+    const nb::gil_scoped_release unlocked;
+    return std::shared_ptr<T>(new T(std::forward<Arguments>(arguments)...), [](T* ended) {
+        const nb::gil_scoped_release unlocked_too;
+        delete ended;
+    });
+}
+
 cuda::MemHandle handle_of(const nb::bytes& bytes) {
     cuda::MemHandle handle{};
     require(bytes.size() == sizeof(handle.bytes), "a CUDA IPC handle has 64 bytes");
@@ -43,8 +53,7 @@ std::shared_ptr<IpcEvent> open_event(std::shared_ptr<Card> card, const nb::bytes
     cuda::EventHandle handle{};
     require(bytes.size() == sizeof(handle.bytes), "the CUDA IPC handle of an event has 64 bytes");
     std::memcpy(handle.bytes, bytes.c_str(), sizeof(handle.bytes));
-    const nb::gil_scoped_release unlocked;
-    return std::make_shared<IpcEvent>(std::move(card), handle);
+    return made<IpcEvent>(std::move(card), handle);
 }
 
 std::pair<cuda::Pointer, std::uint64_t> open(const Card& card, const nb::bytes& bytes) {
@@ -88,7 +97,7 @@ std::shared_ptr<DeviceMapping> map_device(std::shared_ptr<Card> card,
     for (const auto& [pointer, size] : regions) placed.push_back({reinterpret_cast<std::byte*>(pointer), 0, size});
     std::vector<Paging> pagings;
     for (const auto& groups : parts) pagings.emplace_back(placed, windows_of(windows), groups_of(groups));
-    return std::make_shared<DeviceMapping>(std::move(card), std::move(pagings), static_cast<Mode>(mode));
+    return made<DeviceMapping>(std::move(card), std::move(pagings), static_cast<Mode>(mode));
 }
 
 // Keeps the arena's memory for as long as it copies.

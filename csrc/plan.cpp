@@ -102,7 +102,7 @@ bool Plan::next(Round& round) {
     round.units.clear();
     round.segments.clear();
     round.needs.clear();
-    segment_run_ = segment_need_ = 0;
+    segment_run_ = segment_need_ = seam_run_ = 0;
     while (round.runs.size() < grain_.round_runs && (piece_open_ || begin_piece())) {
         do {
             add_row(round);
@@ -160,6 +160,7 @@ void Plan::add_row(Round& round) {
     const std::uint64_t base = window.offset + entry.base + row_ / entry.planes * entry.layer_stride +
                                row_ % entry.planes * entry.plane_stride;
     const Region& region = paging_.regions()[window.file];
+    if (!round.rows.empty() && round.rows.back().file != window.file) seam_run_ = round.runs.size();
     round.rows.push_back({round.runs.size(), window.file});
     std::uint64_t reach = 0;
     std::uint64_t begin = row_start_ + blocks.first * entry.run_bytes;
@@ -195,9 +196,9 @@ void Plan::place(Round& round, std::byte* engine, std::uint64_t head, std::uint6
     }
 }
 
-// Joins what is adjacent on both sides, up to a unit; cuts what is longer.
+// Joins what is adjacent on both sides and in one file, up to a unit; cuts what is longer.
 void Plan::add_run(Round& round, std::byte* engine, std::byte* arena, std::uint64_t length) {
-    if (round.runs.size() > segment_run_) {
+    if (round.runs.size() > std::max(segment_run_, seam_run_)) {
         Run& last = round.runs.back();
         if (last.engine + last.length == engine && last.arena + last.length == arena &&
             last.length + length <= unit_bytes_) {

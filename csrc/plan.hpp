@@ -134,6 +134,7 @@ class Plan {
     // Of the segment that is being filled.
     std::size_t segment_run_ = 0;
     std::size_t segment_need_ = 0;
+    std::size_t seam_run_ = 0;  // no earlier run goes on in it: files may follow each other, and no run leaves one
     std::vector<std::size_t> need_of_file_;  // where in Round::needs; stale unless it lies in this segment
 };
 

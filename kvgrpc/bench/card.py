@@ -18,6 +18,18 @@ CEILING_BYTES = 1 << 30
 FILL = 0x5A17C3E9
 WAIT_EQUAL = 1
 """CU_STREAM_WAIT_VALUE_EQ"""
+WITHOUT_TIMING, BETWEEN_PROCESSES = 2, 4
+"""CU_EVENT_DISABLE_TIMING, CU_EVENT_INTERPROCESS"""
+COMPUTE_MODE = 20
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE"""
+
+
+def compute_mode(ordinal: int) -> int:
+    """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process. Opens no card; ``device.cards`` came before."""
+    mode = ctypes.c_int()
+    if result := ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, ordinal):
+        raise BenchError(f"cuDeviceGetAttribute answered {result}")
+    return mode.value
 
 
 class CardEngine:
@@ -52,12 +64,12 @@ class CardEngine:
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
-    @property
-    def compute_mode(self) -> int:
-        """CUcomputemode: 0 default, 2 prohibited, 3 exclusive process."""
-        mode = ctypes.c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(mode), 20, self._ordinal)
-        return mode.value
+    def event_handle(self) -> bytes:
+        """Of a new event that other processes may open."""
+        event, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
+        self._call("cuEventCreate", ctypes.byref(event), WITHOUT_TIMING | BETWEEN_PROCESSES)
+        self._call("cuIpcGetEventHandle", handle, event)
+        return handle.raw
 
     @contextmanager
     def memory(self, size_bytes: int) -> Generator[int, None, None]:

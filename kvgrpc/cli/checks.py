@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from kvgrpc.bench.card import CardEngine
+from kvgrpc.bench.card import CardEngine, compute_mode
 from kvgrpc.bench.processes import BenchError, answer, running, say
 from kvgrpc.config.places import mps_folder
 from kvgrpc.config.values import format_size
@@ -27,6 +27,9 @@ SHARED_BYTES = 64 << 20
 SLOW_GB_S = 10.0
 MEASURED_BYTES = 256 << 20
 MIB = 1 << 20
+NO_LIBRARY, NO_DEVICE = "libcuda.so.1", "CUDA_ERROR_NO_DEVICE"
+"""In the words of the extension, why there are no cards."""
+HIDDEN = "the driver shows none to this process (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)"
 
 
 class Verdict(Enum):
@@ -65,7 +68,7 @@ def host_findings() -> Iterator[Finding]:
     try:
         room = os.statvfs(SHM)
         size = room.f_blocks * room.f_frsize // MIB * MIB
-        text = f"{format_size(size)}: room for the memory of engines on CPUs, for nothing of cards"
+        text = f"{format_size(size)}: room for the memory of engines on CPUs; of cards for handles of events only"
         yield _ok(SHM, text) if size > 1 << 30 else _warn(SHM, text + "; give the container more")
     except OSError as error:
         yield _warn(SHM, f"{error.strerror}: engines on CPUs cannot share memory")
@@ -90,13 +93,17 @@ def card_findings() -> Iterator[Finding]:
     try:
         cards = device.cards()
     except RuntimeError as error:
-        if devices:
-            yield _fail("driver", f"{devices} device files, but {error}: install the driver's libcuda in the container")
-        else:
+        if not devices:
             yield _ok("cards", f"none ({error}); the server serves engines in host memory")
+        elif NO_LIBRARY in str(error):
+            yield _fail("driver", f"{devices} device files, but {error}: install the driver's libcuda in the container")
+        elif NO_DEVICE in str(error):
+            yield _warn("cards", HIDDEN)
+        else:
+            yield _fail("driver", f"{devices} device files, but {error}: see what nvidia-smi and the kernel's log say")
         return
     if not cards:
-        yield _warn("cards", "the driver shows none to this process (NVIDIA_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES)")
+        yield _warn("cards", HIDDEN)
     for ordinal, uuid, name, bus_id in cards:
         yield _ok(f"card {ordinal}", f"{name}, {uuid}")
         yield numa_finding(ordinal, bus_id)
@@ -120,11 +127,17 @@ def numa_finding(ordinal: int, bus_id: str, sysfs: Path = SYSFS) -> Finding:
 
 
 def _one_card(ordinal: int) -> Iterator[Finding]:
+    yield _mode(ordinal, compute_mode(ordinal))
+    try:
+        native = device.Card(ordinal)
+    except RuntimeError as error:
+        text = f"{error}: a process may have it for itself, or have filled it; a server that starts now leaves it out"
+        yield _fail(f"card {ordinal} context", text)
+        return
     here = CardEngine(ordinal)
-    yield _mode(ordinal, here.compute_mode)
-    native = device.Card(ordinal)
     free, _ = native.memory()
-    with _peer(ordinal) as handle:
+    with running("kvgrpc.cli.checks", str(ordinal)) as process:
+        handle = bytes.fromhex(answer(process))
         left, _ = native.memory()
         took = max(free - left - SHARED_BYTES, 0) // MIB * MIB
         yield _ok(f"card {ordinal} memory", f"a process that uses it takes {format_size(took)}, so also the server")
@@ -135,7 +148,7 @@ def _one_card(ordinal: int) -> Iterator[Finding]:
         except RuntimeError as error:
             text = f"{error}: server and engines need the same view of the card, and process ids that differ"
             yield _fail(f"card {ordinal} IPC", text)
-    yield _ok(f"card {ordinal} events", "handles of events are not used: clients wait for their own")
+        yield _event(ordinal, native, process)
     with here.memory(MEASURED_BYTES) as memory:
         for way in Direction:
             seconds = [here.copy(memory, (way,), MEASURED_BYTES) for _ in range(4)]
@@ -160,17 +173,21 @@ def _mode(ordinal: int, mode: int) -> Finding:
     return _fail(what, "one process alone may use it: nvidia-smi -c DEFAULT, or MPS")
 
 
-@contextmanager
-def _peer(ordinal: int) -> Generator[bytes, None, None]:
-    """The handle of memory of another process that lives meanwhile."""
-    with running("kvgrpc.cli.checks", str(ordinal)) as process:
-        yield bytes.fromhex(answer(process).strip())
+def _event(ordinal: int, native: device.Card, process: subprocess.Popen[str]) -> Finding:
+    what = f"card {ordinal} events"
+    try:
+        device.IpcEvent(native, bytes.fromhex(answer(process)))
+    except (BenchError, RuntimeError) as error:
+        return _warn(what, f"{error}: engines must wait for their events themselves and send no handles of them")
+    return _ok(what, f"an event of another process opens; engines that send handles need this {SHM}, too")
 
 
 def _share(ordinal: int) -> None:
+    """The other process: says the handles of memory and of an event, and lives until it is ended."""
     card = CardEngine(ordinal)
     with card.memory(SHARED_BYTES) as pointer:
         say(card.share(pointer, SHARED_BYTES).handle.hex())
+        say(card.event_handle().hex())
         input()
 
 

@@ -168,11 +168,12 @@ def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes:
         )
     if any(stride < 0 for stride in array.strides):
         raise NotShareableError(f"{what} has negative strides {array.strides}")
-    rest = sorted((array.strides[axis], axis) for axis in axes if axis != form.block_axis and array.shape[axis] > 1)
+    kept = [axis for axis in axes if axis != form.block_axis and (array.shape[axis] > 1 or axis == form.token_axis)]
+    rest = sorted((array.strides[axis], axis != form.token_axis, axis) for axis in kept)
     run = array.item_bytes
-    whole = form.token_axis is None or array.shape[form.token_axis] == 1
+    whole = form.token_axis is None
     while rest and rest[0][0] == run and (form.token_axis is None or not whole):
-        _, axis = rest.pop(0)
+        *_, axis = rest.pop(0)
         run *= array.shape[axis]
         whole = whole or axis == form.token_axis
     if not whole or len(rest) > 2:
@@ -181,7 +182,7 @@ def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes:
         )
     (layers, layer_stride), (planes, plane_stride) = [
         *[(1, 0)] * (2 - len(rest)),
-        *[(array.shape[axis], stride) for stride, axis in reversed(rest)],
+        *[(array.shape[axis], stride) for stride, _, axis in reversed(rest)],
     ]
     stride = array.strides[form.block_axis]
     return api.Runs(memory_index, base_bytes, layers, layer_stride, planes, plane_stride, stride, run)

@@ -84,12 +84,12 @@ class RunSlice:
 
 @dataclass(frozen=True, slots=True)
 class SliceReport:
-    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and
-    whether the failing piece had begun (``torn``)."""
+    """How a slice ended: ``completed`` pieces from the first on; when fewer than all, ``reason`` (UPPER_SNAKE) and how
+    many of the others, from the failing one on, may have begun (``torn``)."""
 
     completed: int
     reason: str = ""
-    torn: bool = False
+    torn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,8 +271,8 @@ class RetrievePlan(PartPlan):
         if done >= len(places):
             return True
         if report.reason != SKIPPED:
-            torn = report.torn or (resumed and not done)
-            self._set(places[done], (Outcome.TORN if torn else Outcome.FAILED, report.reason))
+            torn = report.torn or int(resumed and not done)
+            self._set(places[done], (Outcome.TORN if torn else Outcome.FAILED, report.reason), max(torn, 1))
             self._offset = 0
             self.stop(AFTER_FAILURE)
         return False

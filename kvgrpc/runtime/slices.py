@@ -105,4 +105,4 @@ def _report_of(work: RunSlice, done: Future[SliceReport]) -> SliceReport:
     if error is None:
         return done.result()
     log.error("mover failed", slice_id=work.slice_id, client_id=work.client_id, exc_info=error)
-    return SliceReport(0, "INTERNAL", torn=True)
+    return SliceReport(0, "INTERNAL", torn=len(work.pieces))

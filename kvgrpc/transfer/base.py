@@ -53,8 +53,9 @@ class Mover(Protocol):
         """Copies the pieces in order, stops at the first failure: blocks of later pieces are untouched; their extents,
         in a store, may hold anything.
 
-        Never raises for what the engine or the operating system does. ``torn`` is exact: True only if bytes of the
-        failing piece had begun to move. When it returns, nothing touches the slice's blocks or extents any more.
+        Never raises for what the engine or the operating system does. ``torn`` is exact: 1 only if bytes of the failing
+        piece had begun to move. When it returns, nothing touches the slice's blocks or extents any more. Where copies
+        run by themselves nobody knows how far they came: ``torn`` counts all pieces then.
         """
         ...
 
@@ -95,5 +96,5 @@ class WaitingMover(Mover, Protocol):
     def when_ready(self, mapping_id: int, event: bytes, done: Callable[[Refusal | None], None]) -> Callable[[], None]:
         """Opens the event, or takes the one that is open, and calls ``done`` once: when all has ended that was launched
         before its latest record, or with why nobody will know. Unmapping calls it with CALL_REVOKED. Calling what is
-        answered takes the wait back; harmless afterwards. Refuses: READY_EVENT_UNSUPPORTED."""
+        answered takes the wait back; harmless afterwards. Refuses: READY_EVENT_UNSUPPORTED, CARD_FAILED."""
         ...

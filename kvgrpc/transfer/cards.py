@@ -55,6 +55,10 @@ def canonical_uuid(text: str) -> str:
     return text.rpartition("GPU-")[2].rpartition("MIG-")[2].replace("-", "").lower()
 
 
+def _lost(card: OpenCard) -> Refusal:
+    return Refusal(Reason.CARD_FAILED, f"card {card.uuid} has failed: {card.failure}", resource=card.uuid)
+
+
 class Cards:
     """Opens every card that the driver shows, pins the arena for them, and keeps what engines have shared on them.
 
@@ -71,6 +75,8 @@ class Cards:
         self._needed_bytes = arena.ready_bytes
         self._pinned_bytes = 0
         self._cards: dict[str, OpenCard] = {}
+        self._unopened: dict[str, str] = {}
+        """Why others of the driver's cards cannot be used."""
         self._trouble = ""
         self._opened = False
         self._closed = False
@@ -111,14 +117,21 @@ class Cards:
 
     def _open(self) -> str:
         try:
-            for ordinal, uuid, name, bus_id in _native.cards():
-                native = _native.Card(ordinal)
-                copier = _native.DeviceCopier(native, self._arena.view(0, self._arena.size_bytes), self._part_bytes)
-                self._cards[canonical_uuid(uuid)] = OpenCard(uuid, name, ordinal, native, copier)
-                log.info("card", uuid=uuid, name=name, bus_id=bus_id)
+            found = _native.cards()
         except RuntimeError as error:
             return str(error)
-        return "" if self._cards else "the driver shows no card to it"
+        for ordinal, uuid, name, bus_id in found:
+            try:
+                native = _native.Card(ordinal)
+            except RuntimeError as error:  # another process has it for itself, or has filled it
+                self._unopened[canonical_uuid(uuid)] = str(error)
+                log.error("a card cannot be used until the server is started again", uuid=uuid, reason=str(error))
+                continue
+            copier = _native.DeviceCopier(native, self._arena.view(0, self._arena.size_bytes), self._part_bytes)
+            self._cards[canonical_uuid(uuid)] = OpenCard(uuid, name, ordinal, native, copier)
+            log.info("card", uuid=uuid, name=name, bus_id=bus_id)
+        none = next(iter(self._unopened.values()), "the driver shows no card to it")
+        return "" if self._cards else none
 
     def _is_ready(self) -> bool:
         return self._closed or bool(self._trouble) or (self._opened and self._pinned_bytes >= self._needed_bytes)
@@ -133,10 +146,11 @@ class Cards:
             trouble = self._trouble if ready else f"its cards were not open after {WAIT_S:.0f} s"
             if not card or (self._pinned_bytes < self._needed_bytes):
                 seen = ", ".join(one.uuid for one in self._cards.values())
+                trouble = self._unopened.get(canonical_uuid(uuid), trouble)
                 sentence = f"this server cannot use {uuid!r}: {trouble or f'it sees {seen} only'}"
                 raise Refusal(Reason.CUDA_UNSUPPORTED, sentence, field=where)
             if card.failure:
-                raise Refusal(Reason.CARD_FAILED, f"card {card.uuid} has failed: {card.failure}", resource=card.uuid)
+                raise _lost(card)
             return card
 
     def open(self, card: OpenCard, handle: bytes) -> OpenMemory:
@@ -168,13 +182,20 @@ class Cards:
                 card.has_kernel = True
 
     def failed(self, card: OpenCard, error: str) -> None:
-        """A copy failed. The card has, too, when it answers nothing else either."""
+        """A copy failed; the card may have, too."""
         log.error("a copy on a card failed", uuid=card.uuid, reason=error)
+        self.lost(card)
+
+    @staticmethod
+    def lost(card: OpenCard) -> Refusal | None:
+        """After anything failed on the card: what to say when it answers nothing else either."""
         try:
             card.native.memory()
         except RuntimeError as lost:
+            if not card.failure:
+                log.error("the card is lost until the server is started again", uuid=card.uuid, reason=str(lost))
             card.failure = card.failure or str(lost)
-            log.error("the card is lost until the server is started again", uuid=card.uuid, reason=card.failure)
+        return _lost(card) if card.failure else None
 
     @staticmethod
     def _attempt(card: OpenCard, act: Callable[[int], None], pointer: int) -> None:

@@ -59,6 +59,7 @@ class CudaFlight:
     cards: Cards
     card: OpenCard
     native: _native.Flight
+    pieces: int
 
     def wait(self) -> SliceReport:
         """Blocks with the interpreter lock released; then nothing touches the slice's memory any more."""
@@ -66,7 +67,7 @@ class CudaFlight:
         if not why:
             return SliceReport(completed)
         self.cards.failed(self.card, error)
-        return SliceReport(completed, CARD_FAILED, torn)
+        return SliceReport(completed, CARD_FAILED, self.pieces if torn else 0)
 
 
 class CudaMover:
@@ -83,7 +84,7 @@ class CudaMover:
         self._chunk_tokens = chunk_tokens
         self._mode = mode
         self._mappings: dict[int, _Mapped] = {}
-        self._ready = ReadyEvents(cards.failed)
+        self._ready = ReadyEvents(cards.lost)
 
     @property
     def mapped(self) -> frozenset[int]:
@@ -117,7 +118,7 @@ class CudaMover:
             return SliceReport(0, CARD_FAILED)
         retrieve = work.direction is Direction.RETRIEVE
         native = mapped.card.copier.launch(mapped.native, work.part, slice_words(work), retrieve)
-        flight = CudaFlight(self._cards, mapped.card, native)
+        flight = CudaFlight(self._cards, mapped.card, native, len(work.pieces))
         return flight.wait() if native.failed else flight
 
     def copy(self, work: RunSlice) -> SliceReport:
@@ -159,7 +160,7 @@ class CudaMover:
                     "that lives, and from cudaMalloc: the virtual-memory allocator (expandable segments, sleep mode), "
                     "memory pools and managed memory have none"
                 )
-                raise Refusal(Reason.MEMORY, sentence, field=f"{where}.handle") from error
+                raise self._cards.lost(card) or Refusal(Reason.MEMORY, sentence, field=f"{where}.handle") from error
         size, end = opened[memory.handle].size_bytes, memory.offset_bytes + memory.size_bytes
         if end > size:
             sentence = f"the allocation has {size} bytes; offset_bytes + size_bytes is {end}"

@@ -16,6 +16,7 @@ EVENTS_MOST = 64
 """Events of one registration that stay open; the one that was named longest ago makes room."""
 
 Done = Callable[[Refusal | None], None]
+Lost = Callable[[OpenCard], Refusal | None]
 
 
 @dataclass(slots=True)
@@ -26,8 +27,8 @@ class OpenEvents:
     events: dict[bytes, _native.IpcEvent] = field(default_factory=dict[bytes, _native.IpcEvent])
     waits: set[int] = field(default_factory=set[int])
 
-    def open(self, handle: bytes) -> _native.IpcEvent:
-        """Refuses: READY_EVENT_UNSUPPORTED."""
+    def open(self, handle: bytes, lost: Lost) -> _native.IpcEvent:
+        """Refuses: READY_EVENT_UNSUPPORTED, CARD_FAILED."""
         event = self.events.pop(handle, None)
         if event is None:
             try:
@@ -38,7 +39,8 @@ class OpenEvents:
                     "event of the engine's own process that lives and was made for other processes, and engine and "
                     "server must share /dev/shm; else send the call when the bytes are ready, without an event"
                 )
-                raise Refusal(Reason.READY_EVENT_UNSUPPORTED, sentence, field="ready_event") from error
+                unusable = Refusal(Reason.READY_EVENT_UNSUPPORTED, sentence, field="ready_event")
+                raise lost(self.card) or unusable from error
             if len(self.events) >= EVENTS_MOST:
                 del self.events[next(iter(self.events))]
         self.events[handle] = event
@@ -48,12 +50,12 @@ class OpenEvents:
 class ReadyEvents:
     """One thread waits for the events of all engines, from the first one on.
 
-    ``failed`` hears what a card's driver said of an event. Threads: any; calls about one registration come from one
-    thread at a time. ``done`` is called on any.
+    ``lost`` is Cards.lost, asked when a card's driver refuses an event. Threads: any; calls about one registration come
+    from one thread at a time. ``done`` is called on any.
     """
 
-    def __init__(self, failed: Callable[[OpenCard, str], None]) -> None:
-        self._failed = failed
+    def __init__(self, lost: Lost) -> None:
+        self._lost = lost
         self._poll = _native.EventPoll()
         self._thread: threading.Thread | None = None
         self._waits: dict[int, tuple[OpenEvents, Done]] = {}
@@ -62,8 +64,8 @@ class ReadyEvents:
 
     def wait(self, events: OpenEvents, handle: bytes, done: Done) -> Callable[[], None]:
         """``done`` is called once, unless what is answered is called before: that takes the wait back. Refuses:
-        READY_EVENT_UNSUPPORTED."""
-        event, key = events.open(handle), self._next()
+        READY_EVENT_UNSUPPORTED, CARD_FAILED."""
+        event, key = events.open(handle, self._lost), self._next()
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvgrpc-events", daemon=True)
@@ -108,9 +110,5 @@ class ReadyEvents:
         events, _ = self._waits.get(key, (None, None))
         if events is None:
             return Refusal(Reason.CARD_FAILED, error)
-        card = events.card
-        self._failed(card, error)
-        if card.failure:
-            return Refusal(Reason.CARD_FAILED, f"card {card.uuid} has failed: {card.failure}", resource=card.uuid)
         text = f"nobody can say whether the event is over: {error}"
-        return Refusal(Reason.READY_EVENT_UNSUPPORTED, text, field="ready_event")
+        return self._lost(events.card) or Refusal(Reason.READY_EVENT_UNSUPPORTED, text, field="ready_event")

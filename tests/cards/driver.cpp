@@ -2,9 +2,10 @@
 // A CUDA driver without a card, for tests: libcuda.so.1 by name. Memory of the "card" lies in files under /dev/shm, so
 // that other processes open it by handle; each stream is a thread that dawdles, so that who does not wait sees it.
 //
-// As the real one: a copy may not cross two registered parts of host memory, a handle opens at its allocation's base, and
-// memory that came from elsewhere has none. FAKE_CARDS says how many cards there are. FAKE_FAIL_FILE: while this file is
-// there, every copy fails, and so does everything after the first.
+// As the real one: a copy may not cross two registered parts of host memory, nor two allocations, which follow each other
+// without a gap; a handle opens at its allocation's base, and memory that came from elsewhere has none. FAKE_CARDS says
+// how many cards there are, FAKE_TAKEN_CARD which of them another process has for itself. FAKE_FAIL_FILE: while this file
+// is there, every copy fails, and so does everything after the first thing that does.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -22,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,7 +31,7 @@
 namespace {
 
 using Pointer = std::uint64_t;
-constexpr int invalid = 1, lost = 700, pending = 600;
+constexpr int invalid = 1, unavailable = 46, no_device = 100, lost = 700, pending = 600;
 
 struct Area {
     std::size_t size;
@@ -68,6 +70,17 @@ bool reachable(Pointer at, std::size_t size) {
     const std::lock_guard lock(mutex);
     return inside(device, at, size, [](const Area& area) { return area.size; }) ||
            inside(host, at, size, [](const std::size_t& length) { return length; });
+}
+
+std::atomic<bool> busy{false};
+std::atomic<int> waiting{0}, stuck{0};
+
+// What the real one may be busy with, here until somebody says that it is not.
+void when_idle() {
+    ++waiting;
+    for (int looks = 0; busy && looks < 3000; ++looks) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (busy) ++stuck;
+    --waiting;
 }
 
 // Of an event that other processes open, in a file that all of them map.
@@ -130,11 +143,27 @@ class FakeStream {
     std::thread thread_;
 };
 
+std::atomic<int> good_copies{-1};  // until one is refused; negative: all
+std::atomic<bool> out_of_memory{false};
+
 int copy(Pointer target, Pointer source, std::size_t size, FakeStream* stream) {
     if (state() != 0) return state();
+    if (good_copies >= 0 && good_copies-- == 0) {
+        if (out_of_memory) throw std::bad_alloc();
+        return invalid;
+    }
     if (!reachable(target, size) || !reachable(source, size)) return invalid;
     stream->put([=] { std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), size); });
     return 0;
+}
+
+// Maps the card's memory behind all that was mapped before.
+void* placed(std::size_t size, int fd) {
+    constexpr std::size_t room = std::size_t{1} << 42, page = 4096;
+    static std::atomic<Pointer> next{
+        reinterpret_cast<Pointer>(mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))};
+    void* at = reinterpret_cast<void*>(next.fetch_add((size + page - 1) / page * page));
+    return mmap(at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
 }
 
 std::string path_of(const std::string& name) { return "/dev/shm/" + name; }
@@ -143,10 +172,15 @@ std::string path_of(const std::string& name) { return "/dev/shm/" + name; }
 
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
+int cuInit(unsigned) { return cards() == 0 ? no_device : 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
 int cuGetErrorName(int error, const char** name) {
-    return *name = error == lost ? "CUDA_ERROR_ILLEGAL_ADDRESS" : error == invalid ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR", 0;
+    static const std::map<int, const char*> names{{invalid, "CUDA_ERROR_INVALID_VALUE"},
+                                                  {unavailable, "CUDA_ERROR_DEVICE_UNAVAILABLE"},
+                                                  {no_device, "CUDA_ERROR_NO_DEVICE"},
+                                                  {lost, "CUDA_ERROR_ILLEGAL_ADDRESS"}};
+    const auto found = names.find(error);
+    return *name = found != names.end() ? found->second : "CUDA_ERROR", 0;
 }
 int cuGetErrorString(int, const char** text) { return *text = "the fake driver says so", 0; }
 int cuDeviceGetCount(int* count) { return *count = cards(), 0; }
@@ -154,7 +188,11 @@ int cuDeviceGetName(char* name, int size, int) { return std::snprintf(name, stat
 int cuDeviceGetPCIBusId(char* id, int size, int card) { return std::snprintf(id, static_cast<std::size_t>(size), "0000:%02x:00.0", card), 0; }
 int cuDeviceGetUuid_v2(char* uuid, int card) { return std::memset(uuid, 0xa0 + card, 16), 0; }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0, 0; }
-int cuDevicePrimaryCtxRetain(void** context, int card) { return *context = reinterpret_cast<void*>(std::intptr_t{card} + 1), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int card) {
+    const char* taken = std::getenv("FAKE_TAKEN_CARD");
+    if (taken != nullptr && std::atoi(taken) == card) return unavailable;
+    return *context = reinterpret_cast<void*>(std::intptr_t{card} + 1), 0;
+}
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(reinterpret_cast<std::intptr_t>(context)), 0; }
 int cuCtxPopCurrent_v2(void** context) {
@@ -175,7 +213,7 @@ int cuMemAlloc_v2(Pointer* pointer, std::size_t size) {
     // Not O_EXCL: whoever had this process id before and was killed has left its memory behind.
     const int fd = open(path_of(name).c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) return 2;
-    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void* at = placed(size, fd);
     close(fd);
     *pointer = reinterpret_cast<Pointer>(at);
     const std::lock_guard lock(mutex);
@@ -191,7 +229,10 @@ int cuMemFree_v2(Pointer pointer) {
     device.erase(found);
     return 0;
 }
+std::atomic<int> host_allocations{0};
+int fakeHostAllocations() { return host_allocations; }  // so far
 int cuMemHostAlloc(void** at, std::size_t size, unsigned) {
+    ++host_allocations;
     *at = std::aligned_alloc(4096, (size + 4095) / 4096 * 4096);
     const std::lock_guard lock(mutex);
     host[reinterpret_cast<Pointer>(*at)] = size;
@@ -246,6 +287,8 @@ struct Handle {
     char bytes[64];
 };
 int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
+    when_idle();
+    if (state() != 0) return state();
     handle.bytes[63] = 0;
     const std::string name = handle.bytes;
     if (name.rfind("kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
@@ -259,7 +302,7 @@ int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
     struct stat found = {};
     if (fd < 0 || fstat(fd, &found) != 0) return invalid;
     const auto size = static_cast<std::size_t>(found.st_size);
-    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void* at = placed(size, fd);
     close(fd);
     *pointer = reinterpret_cast<Pointer>(at);
     const std::lock_guard lock(mutex);
@@ -267,6 +310,7 @@ int cuIpcOpenMemHandle_v2(Pointer* pointer, Handle handle, unsigned) {
     return 0;
 }
 int cuIpcCloseMemHandle(Pointer pointer) {
+    when_idle();
     const std::lock_guard lock(mutex);
     const auto found = device.find(pointer);
     if (found == device.end()) return invalid;
@@ -274,8 +318,8 @@ int cuIpcCloseMemHandle(Pointer pointer) {
     device.erase(found);
     return 0;
 }
-int cuStreamCreate(FakeStream** stream, unsigned) { return *stream = new FakeStream, 0; }
-int cuStreamDestroy_v2(FakeStream* stream) { return delete stream, 0; }
+int cuStreamCreate(FakeStream** stream, unsigned) { return when_idle(), *stream = new FakeStream, 0; }
+int cuStreamDestroy_v2(FakeStream* stream) { return when_idle(), delete stream, 0; }
 int cuStreamSynchronize(FakeStream* stream) { return stream->drain(), state(); }
 int cuStreamWaitEvent(FakeStream* stream, FakeEvent* event, unsigned) {
     const std::lock_guard lock(event->mutex);
@@ -301,6 +345,7 @@ int cuEventCreate(FakeEvent** event, unsigned flags) {
 }
 int cuEventDestroy_v2(FakeEvent* event) {  // but for one that was opened, streams may still look at it
     if (!event->opened) return 0;
+    when_idle();
     munmap(event->counts, sizeof(Counts));
     return delete event, 0;
 }
@@ -313,17 +358,25 @@ int cuIpcGetEventHandle(char* handle, FakeEvent* event) {
 std::atomic<int> opened_events{0};
 int fakeEvents() { return opened_events; }  // opened so far
 int cuIpcOpenEventHandle(FakeEvent** event, Handle handle) {
+    if (state() != 0) return state();
     handle.bytes[63] = 0;
     const std::string name = handle.bytes;
     if (name.rfind("event kvgrpc-fake-", 0) != 0 || name.find('/') != std::string::npos) return invalid;
     Counts* counts = map_counts(name.substr(6), 0);
     if (counts == nullptr) return invalid;
+    when_idle();
     ++opened_events;
     *event = new FakeEvent;
     (*event)->counts = counts;
     (*event)->opened = true;
     return 0;
 }
+// From here on calls that open and close something wait until it is no longer busy, or for 3 s, which makes them stuck.
+int fakeBusy(bool now) { return busy = now, 0; }
+int fakeWaiting() { return waiting; }
+int fakeStuck() { return stuck; }
+// After so many copies one is refused, or there is no memory for it in this process, which the caller throws.
+int fakeRefuse(int after, bool memory) { return out_of_memory = memory, good_copies = after, 0; }
 // What comes behind on this stream waits until there is such a file.
 int fakeHold(FakeStream* stream, const char* path) {
     stream->put([path = std::string(path)] {

@@ -101,6 +101,40 @@ def test_an_arena_that_cannot_be_pinned_serves_engines_in_host_memory(
     cards.close()
 
 
+def test_a_server_whose_only_card_cannot_be_opened_says_so_at_once(
+    arena: Arena, memory: fake.CardMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_in(memory)
+    monkeypatch.setenv("FAKE_TAKEN_CARD", "0")
+    cards = Cards(arena)
+    assert cards.pin(0, MIB)
+    refusal = refused(CudaMover(cards, CHUNK), layout)
+    assert refusal.reason is Reason.CUDA_UNSUPPORTED and "CUDA_ERROR_DEVICE_UNAVAILABLE" in refusal.message
+    cards.close()
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_card_that_cannot_be_opened_leaves_the_others(
+    arena: Arena, memory: fake.CardMemory, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Found by review: one that another process had for itself, or had filled, kept the server from all of them."""
+    monkeypatch.setenv("FAKE_CARDS", "2")
+    monkeypatch.setenv("FAKE_TAKEN_CARD", str(taken))
+    cards = Cards(arena)
+    cards.pin_all()
+    mover = CudaMover(cards, CHUNK)
+    layout = layout_in(memory)
+    (piece,) = layout.memory
+    assert isinstance(piece, CudaIpcMemory)
+    uuids = [piece.device_uuid.replace("a0", digits) for digits in ("a0", "a1")]
+    mover.map(1, replace(layout, memory=(replace(piece, device_uuid=uuids[1 - taken]),)))
+    assert mover.copy(work(1)) == SliceReport(1)
+    refusal = refused(mover, replace(layout, memory=(replace(piece, device_uuid=uuids[taken]),)))
+    assert refusal.reason is Reason.CUDA_UNSUPPORTED and "CUDA_ERROR_DEVICE_UNAVAILABLE" in refusal.message
+    mover.unmap(1)
+    cards.close()
+
+
 def test_an_allocation_is_opened_once_and_closed_with_its_last_user(cards: Cards, memory: fake.CardMemory) -> None:
     """The fake driver refuses to open a handle twice."""
     cards.pin_all()
@@ -154,11 +188,33 @@ def test_a_card_that_fails_fails_by_name(
         timeout=60,
     )
     assert done.stdout.splitlines()[-2:] == [
-        f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=False)",
+        f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=0)",
         CARD_FAILED,
     ], done
 
 
+@pytest.mark.parametrize("act", ["mover.map(2, other)", "mover.when_ready(1, late.handle, print)"])
+def test_a_card_that_was_lost_at_rest_is_seen_by_whoever_comes_next(tmp_path: Path, act: str) -> None:
+    """Found by review: no copy had failed yet, so the engine was told that its handle was no good."""
+    program = FAILING.partition("mover.copy(work(1))\nprint")[0] + LOST.format(act)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "fail")],
+        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-2:] == [CARD_FAILED, CARD_FAILED], done
+
+
+LOST = """
+try:
+    {}
+except Refusal as refusal:
+    print(refusal.reason.value)
+print(refused(mover, layout).reason.value, flush=True)
+import os; os._exit(0)
+"""
 FAILING = """
 import sys
 from pathlib import Path
@@ -171,6 +227,7 @@ mover = CudaMover(cards, CHUNK)
 memory = fake.CardMemory(MIB)
 layout = layout_in(memory)
 mover.map(1, layout)
+other, late = layout_in(fake.CardMemory(MIB)), fake.LateWrites()
 assert mover.copy(work(1)) == SliceReport(1)
 Path(sys.argv[1]).touch()
 mover.copy(work(1))

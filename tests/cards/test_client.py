@@ -65,6 +65,16 @@ def test_blocks_outermost(memory: fake.CardMemory) -> None:
     )
 
 
+def test_blocks_of_one_token(memory: fake.CardMemory) -> None:
+    """Found by review: a run was one number, where a token axis of one was named."""
+    form = KvForm(1, 8, token_axis=1, heads=2, head_dim=4)
+    assert runs(Tensor(memory.pointer, (8, 1, 2, 4)), form=form) == (Runs(0, 0, 1, 0, 1, 0, 16, 16),)
+    planes = KvForm(1, 8, token_axis=2, heads=2, head_dim=4)
+    assert runs(Tensor(memory.pointer, (8, 2, 1, 2, 4)), form=planes) == (Runs(0, 0, 1, 0, 2, 16, 32, 16),)
+    first = KvForm(1, 8, block_axis=1, token_axis=2, heads=2, head_dim=4)
+    assert runs(Tensor(memory.pointer, (2, 8, 1, 2, 4)), form=first) == (Runs(0, 0, 1, 0, 2, 128, 16, 16),)
+
+
 def test_layers_planes_blocks_in_one_tensor(memory: fake.CardMemory) -> None:
     assert runs(Tensor(memory.pointer, (3, 2, 8, 16, 4)), form=KvForm(16, 8, block_axis=2)) == (
         Runs(0, 0, 3, 2048, 2, 1024, 128, 128),

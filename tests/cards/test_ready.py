@@ -167,7 +167,7 @@ def test_a_registration_keeps_so_many_events_open(monkeypatch: pytest.MonkeyPatc
     fake.driver()
     cards = Cards(arena)
     cards.pin_all()
-    events, waiting = OpenEvents(cards.opened[0]), ReadyEvents(cards.failed)
+    events, waiting = OpenEvents(cards.opened[0]), ReadyEvents(cards.lost)
     one, two, three = (fake.LateWrites().handle for _ in range(3))
     before = fake.driver().fakeEvents()
     told: list[Refusal | None] = []

@@ -71,6 +71,16 @@ def test_a_failed_copy_ends_the_retrieve_and_leaves_the_pins_of_what_was_not_loa
     assert (e.ended(), desk.counts.pins) == ("8 LOADED", 0)
 
 
+def test_chunks_that_a_failed_copy_may_have_touched_are_all_torn():
+    """A card's copies go in any order: nobody knows how far they came."""
+    desk, e = held(slice_chunks=3)
+    e.store("a", 8)
+    desk.run_copies()
+    e.retrieve(e.lookup("a", 8))
+    desk.report(report=t.SliceReport(0, "CARD_FAILED", torn=3))
+    assert e.ended() == "3 TORN CARD_FAILED, 5 FAILED AFTER_FAILURE"
+
+
 def test_a_retrieve_goes_between_the_slices_of_a_store_when_its_blocks_are_others():
     desk, e = held(slice_chunks=1)
     e.store("a", 2, block=500)

@@ -103,7 +103,7 @@ def test_nothing_of_a_call_is_copied_behind_its_failure(bench: Bench, fate: Slic
     reports = bench.end()
     assert bench.mover.copied == [1, 4, 5]
     assert (reports[2], reports[3], reports[4], reports[5]) == (SKIP, SKIP, DONE, DONE)
-    assert reports[1] == (FAILED if fate is FAILED else SliceReport(0, "INTERNAL", torn=True))
+    assert reports[1] == (FAILED if fate is FAILED else SliceReport(0, "INTERNAL", torn=2))
 
 
 def test_clients_do_not_stop_each_other(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_a_launch_that_fails_is_reported_in_its_turn(
     reports = bench.end()
     assert list(reports) == [1, 2, 3, 4]
     assert (reports[1], reports[3], reports[4]) == (DONE, SKIP, DONE)
-    assert reports[2] == (FAILED if fate is FAILED else SliceReport(0, "INTERNAL", torn=True))
+    assert reports[2] == (FAILED if fate is FAILED else SliceReport(0, "INTERNAL", torn=2))
 
 
 def test_what_was_launched_behind_a_failure_is_not_counted(bench: Bench, launching: LaunchingScript) -> None:
