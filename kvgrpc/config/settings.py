@@ -36,7 +36,8 @@ from kvgrpc.config.values import (
 )
 from kvgrpc.core.types import MIB, MS, CoreLimits, WritePolicy
 
-MESSAGE_MIN = 64 << 10
+MESSAGE_MIN, MESSAGE_MOST = 64 << 10, 2046 * MIB
+"""gRPC counts the bytes of a message, and what is beyond the limit, in 31 bits."""
 PAGE_MIN = 512
 
 
@@ -217,6 +218,8 @@ class Settings(BaseSettings):
     def _message_holds_a_call(cls, value: int) -> int:
         if value < MESSAGE_MIN:
             raise ValueError(f"must be at least {MESSAGE_MIN} bytes, not {value}")
+        if value > MESSAGE_MOST:
+            raise ValueError(f"must be at most {MESSAGE_MOST} bytes, not {value}")
         return value
 
     @field_validator("log_level", "log_format", "copy_mode", "mooncake_protocol")

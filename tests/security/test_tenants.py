@@ -284,6 +284,8 @@ WRONG: list[tuple[object, str]] = [
     ({"tenants": {"a": {"certificates": ["x"]}, "b": {"certificates": ["x"]}}}, "have one certificate"),
     ({"tenants": {"a": {"salts": {"s": "1GiB"}}, "b": {"salts": {"s": None}}}}, "tenant b has another quota"),
     ({"tenants": {"a": {"salts": {"s": "much"}}}}, "is not a size"),
+    ({"tenants": {"a": {"salts": {"s": "9" * 400}}}}, "is more than any machine has"),
+    ({"tenants": {"a": {"salts": {"s": 1 << 63}}}}, "tenants.a.salts.s"),
     ({"tenants": {"a": {"may": ["everything"]}}}, "may 'everything', which is neither engine, viewer, admin nor"),
     ({"tenants": {}, "socket": "a"}, "socket names a, which is no tenant"),
 ]
@@ -305,6 +307,9 @@ def test_a_file_that_is_no_json_says_where(tmp_path: Path):
         read_access(file)
     file.write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(AccessError, match=r"it is no JSON$"):
+        read_access(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(AccessError, match=r"it is nested too deeply$"):
         read_access(file)
 
 
