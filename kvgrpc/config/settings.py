@@ -124,7 +124,9 @@ class Settings(BaseSettings):
     lease_ms: Millis = _doc(_LIMITS.lease_ns // MS, "how long a lookup pins what it found")
     record_ms: Millis = _doc(_LIMITS.record_ns // MS, "how long a lookup's record can be asked for")
     read_record_ms: Millis = _doc(_LIMITS.read_record_ns // MS, "how long a record outlives its last reader")
-    records_size: Size = _doc(_LIMITS.records_bytes, "memory for records of lookups")
+    records_size: Size = _doc(
+        _LIMITS.records_bytes, "memory for records of lookups, and as much for what they ask of lower tiers"
+    )
     reattach_grace_ms: Millis = _doc(_LIMITS.reattach_grace_ns // MS, "how long a broken session may stay broken")
     pin_share: Share = _doc(_LIMITS.pin_share, "share of L1 that leases may pin")
     hold_share: Share = _doc(_LIMITS.hold_share, "share of L1 that retention and Pin may hold")

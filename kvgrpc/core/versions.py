@@ -57,24 +57,18 @@ class Versioning:
             facts.generation += 1
         for one in (*hit, *spaces):
             one.version += self._step
-        if model:
-            self._move_unnamed()
-        else:
-            self._move_known_spaces({space_base})
+        self._move_unnamed(space_base)
         return replace(self._clear(spaces), generation=max(facts.generation for facts in hit))
 
-    def _move_unnamed(self) -> None:
-        """Spaces and identities that were forgotten, or are not known yet."""
+    def _move_unnamed(self, of: bytes = b"") -> None:
+        """Spaces that were forgotten, or are not known yet: those ``of`` one identity, else all, and identities."""
         index, step = self._index, self._step
-        index.first_version += step
-        index.known_bases = {base: (at, version + step) for base, (at, version) in index.known_bases.items()}
-        self._move_known_spaces(None)
-
-    def _move_known_spaces(self, of: set[bytes] | None) -> None:
-        known = self._index.known_spaces
-        for digest, (base, version) in known.items():
-            if of is None or base in of:
-                known[digest] = (base, version + self._step)
+        if not of:
+            index.first_version += step
+            index.known_bases = {base: (at, version + step) for base, (at, version) in index.known_bases.items()}
+        for digest, (base, version) in index.known_spaces.items():
+            if of in (b"", base):
+                index.known_spaces[digest] = (base, version + step)
 
     def _clear(self, spaces: Iterable[Space]) -> Cleared:
         cleared = [self._index.clear(space) for space in spaces]
