@@ -25,7 +25,8 @@ from kvgrpc.wire.content import (
 from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 
 SALTS_MOST = 1024
-OBJECT_BYTES_MOST = (1 << 63) - 1
+OBJECT_BYTES_MOST = 1 << 48
+"""A chunk has one for each KV rank and part, and whoever records is told the bytes of them all, in 64 bits."""
 BITS_MOST = (1 << 64) - 1
 
 
