@@ -71,9 +71,18 @@ PROTOCOL_MINOR = 0
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of a prompt, from its first token on, as raw unsigned 32-bit little-endian memory (4 bytes a token)."""
+    """Token ids of a prompt, from its first token on, as raw unsigned 32-bit little-endian memory (4 bytes a token).
+    Raises TypeError for memory of other items than bytes or such ids, as of 64-bit integers."""
 
     data: bytes | bytearray | memoryview
+
+    def __post_init__(self) -> None:
+        view = memoryview(self.data)
+        if view.format == "I" and sys.byteorder == "little":
+            object.__setattr__(self, "data", view.cast("B"))
+        elif view.itemsize != 1:
+            text = f"tokens are items of {view.itemsize} bytes, of format {view.format!r}"
+            raise TypeError(f"{text}; send unsigned 32-bit ones, as Tokens.from_ids makes them")
 
     @classmethod
     def from_ids(cls, ids: Iterable[int]) -> Tokens:

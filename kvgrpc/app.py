@@ -320,7 +320,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     client_for = shown.telemetry.traced(driver.client) if shown.telemetry is not None else driver.client
     admission = None
     if settings.access is not None:
-        admission = Admission(settings.access, partial(set_quotas, book))
+        admission = Admission(settings.access, partial(set_quotas, book), settings.reattach_grace_ms / 1000)
         client_for = admission.bound(client_for)
     server = Server(
         server_options(settings),

@@ -100,14 +100,17 @@ def inspect(
 
 def read_tokens(file: TextIO) -> api.Tokens:
     """UsageError for what is no list of token ids."""
-    text = file.read(TOKENS_BYTES_MOST + 1)
+    try:
+        text = file.read(TOKENS_BYTES_MOST + 1)
+    except UnicodeDecodeError:
+        raise click.UsageError("TOKENS is no text: token ids are written as numbers") from None
     if len(text) > TOKENS_BYTES_MOST:
         raise click.UsageError(f"TOKENS is longer than {format_size(TOKENS_BYTES_MOST)}")
     if re.search(r"[A-Za-z]|\d\.\d|-\d", text):
         raise click.UsageError("TOKENS has something else than token ids")
     try:
         found = api.Tokens.from_ids(map(int, re.findall(r"\d+", text)))
-    except OverflowError:
+    except (OverflowError, ValueError):  # ValueError: of more digits than Python reads
         raise click.UsageError("TOKENS has a number beyond 32 bits") from None
     if not found.num_tokens:
         raise click.UsageError("TOKENS is empty")

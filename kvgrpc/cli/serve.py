@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import click
@@ -34,6 +35,7 @@ def serve(**flags: Any) -> None:
     Each option has a variable, KVGRPC_ and its name in capitals (KVGRPC_L1_SIZE for --l1-size); an option wins.
     SIGTERM drains: new calls are refused, running ones end.
     """
+    keep_standard_files()
     try:
         settings = load_settings(**flags)
         if settings.socket is None:
@@ -44,6 +46,14 @@ def serve(**flags: Any) -> None:
         asyncio.run(serve_settings(settings, announce))
     except (SettingsError, UntrustedSocketError, ListenError, ArenaError, TelemetryError, AccessError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def keep_standard_files() -> None:
+    """One that the process began without would be the number of the first file that it opens, as L1's, and libraries
+    write to it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
 
 
 def announce(choices: Choices) -> None:

@@ -36,7 +36,8 @@ from kvgrpc.config.values import (
 )
 from kvgrpc.core.types import MIB, MS, CoreLimits, WritePolicy
 
-MESSAGE_MIN = 64 << 10
+MESSAGE_MIN, MESSAGE_MOST = 64 << 10, 2046 * MIB
+"""gRPC counts the bytes of a message, and what is beyond the limit, in 31 bits."""
 PAGE_MIN = 512
 
 
@@ -123,7 +124,9 @@ class Settings(BaseSettings):
     lease_ms: Millis = _doc(_LIMITS.lease_ns // MS, "how long a lookup pins what it found")
     record_ms: Millis = _doc(_LIMITS.record_ns // MS, "how long a lookup's record can be asked for")
     read_record_ms: Millis = _doc(_LIMITS.read_record_ns // MS, "how long a record outlives its last reader")
-    records_size: Size = _doc(_LIMITS.records_bytes, "memory for records of lookups")
+    records_size: Size = _doc(
+        _LIMITS.records_bytes, "memory for records of lookups, and as much for what they ask of lower tiers"
+    )
     reattach_grace_ms: Millis = _doc(_LIMITS.reattach_grace_ns // MS, "how long a broken session may stay broken")
     pin_share: Share = _doc(_LIMITS.pin_share, "share of L1 that leases may pin")
     hold_share: Share = _doc(_LIMITS.hold_share, "share of L1 that retention and Pin may hold")
@@ -217,6 +220,8 @@ class Settings(BaseSettings):
     def _message_holds_a_call(cls, value: int) -> int:
         if value < MESSAGE_MIN:
             raise ValueError(f"must be at least {MESSAGE_MIN} bytes, not {value}")
+        if value > MESSAGE_MOST:
+            raise ValueError(f"must be at most {MESSAGE_MOST} bytes, not {value}")
         return value
 
     @field_validator("log_level", "log_format", "copy_mode", "mooncake_protocol")

@@ -40,7 +40,10 @@ def parse_size(value: object) -> object:
     found = _SIZE.fullmatch(value)
     if found is None:
         raise ValueError(f"{value!r} is not a size; write a number and a unit, for example 4GiB or 512MiB")
-    return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+    size = float(found[1]) * _UNITS[(found[2] or "").lower()]
+    if size >= 1 << 63:
+        raise ValueError(f"{value[:32]!r} is more than any machine has")
+    return int(size)
 
 
 def format_size(size_bytes: int) -> str:
@@ -116,7 +119,7 @@ def parse_addresses(value: object) -> object:
 
 def parse_collector(value: object) -> object:
     """The base address of a collector, as http://HOST:PORT."""
-    if isinstance(value, str) and value and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+    if isinstance(value, str) and value and not (re.fullmatch(r"https?://[^/\s]+(/\S*)?", value) and _has_port(value)):
         raise ValueError(f"{value!r} is not the address of a collector, for example http://127.0.0.1:4318")
     return value
 
@@ -142,9 +145,18 @@ def parse_valkey_url(value: object) -> object:
     parts = urlsplit(value)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError("passwords do not belong into the URL, where others see them; give VALKEY_PASSWORD")
-    if parts.scheme not in _KEY_STORES or not parts.hostname or not re.fullmatch(r"(/\d*)?", parts.path):
+    well = parts.scheme in _KEY_STORES and parts.hostname and re.fullmatch(r"(/\d*)?", parts.path) and _has_port(value)
+    if not well:
         raise ValueError(f"{value!r} is not the URL of a Valkey server, for example valkey://127.0.0.1:6379")
     return value.rstrip("/")
+
+
+def _has_port(url: str) -> bool:
+    """Whether the URL's port is one, or left out."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 def parse_versions_url(value: object) -> object:

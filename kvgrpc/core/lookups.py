@@ -80,9 +80,10 @@ class Lookups:
         counters["hit_tokens"] += count * limits.chunk_tokens
         wait_ns = limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - count) * limits.chunk_tokens
         wait_ns = command.prefetch_wait_ns or min(wait_ns, limits.prefetch_wait_most_ns)
-        if prefetches and pinned and self._prefetcher.begin(job, want, now, wait_ns, count):
+        begins = prefetches and pinned
+        limited_by = self._prefetcher.begin(job, want, now, wait_ns, count) if begins else LIMIT * prefetches
+        if limited_by is None:
             return job.answer(command.fingerprint)
-        limited_by = LIMIT if prefetches and not pinned else ""
         if not count:
             self._jobs.drop(job)
             return NO_HIT_FOR_LIMIT if limited_by else NO_HIT
@@ -106,10 +107,11 @@ class Lookups:
         space, priority, name = self._index.space(ref), Priority.NORMAL, job_id.hex()
         job = Job(job_id, name, 0, 1, 0, priority, self.warming, "", space, space.table, lease, list(keys), pins=False)
         self._jobs.add(job, now)
-        if self._prefetcher.begin(job, facts.all_ranks, now, wait_ns, hit.size):
+        limited_by = self._prefetcher.begin(job, facts.all_ranks, now, wait_ns, hit.size)
+        if limited_by is None:
             return None
         self._jobs.drop(job)
-        return warmed
+        return Warmed(warmed.resident_tokens, limited_by)
 
     def warmed(self, job_id: bytes) -> Warmed:
         """What became of it; its record goes. Whoever does not wait for it ends it so."""

@@ -30,6 +30,8 @@ from kvgrpc.core.types import CancelRead, JobDone, ObjectName, PrefetchStatus, P
 from kvgrpc.core.writes import WriteBehind
 
 L1 = "l1"
+NAME_BYTES = 400
+"""What a name costs that the tiers are asked for, and where one has it."""
 TIMEOUT, LIMIT, FAILED = "PREFETCH_TIMEOUT", "PREFETCH_LIMIT", "PREFETCH_FAILED"
 
 
@@ -55,12 +57,16 @@ class Prefetcher:
 
     # ---- begin ------------------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> bool:
-        """Asks the tiers for what the job misses after its ``first`` chunks; False when there is nothing to ask."""
+    def begin(self, job: Job, want: int, now: int, wait_ns: int, first: int) -> str | None:
+        """Asks the tiers for what the job misses after its ``first`` chunks; None, or what limits it, and "" when there
+        is nothing to ask. Names of pending lookups, and of one more, take no more memory than records may."""
         limits, facts, digest, version = self._ledger.limits, job.space.facts, job.space.digest, job.space.version
         forms, needs = facts.forms, facts.needs
         if any(rank not in forms for rank in job.lease.ranks):
-            return False  # nobody has said yet how long the objects are
+            return ""  # nobody has said yet how long the objects are
+        names = sum([len(p.probed) + len(p.where) for one in self.pending.values() if (p := one.prefetch)])
+        if names * NAME_BYTES > limits.records_bytes:
+            return LIMIT
         keys = [part_keys(job.keys, part) for part in range(len(needs))]
         lows = [need.first(first + 1, limits.chunk_tokens) if need.window else first for need in needs]
         wanted = [(part, at) for at in range(min(lows), len(job.keys)) for part, low in enumerate(lows) if at >= low]
@@ -79,7 +85,7 @@ class Prefetcher:
         self.pending[prefetch.probe_id] = job
         heapq.heappush(self._deadlines, (now + wait_ns, prefetch.probe_id))
         self._ledger.outbox.append(ProbeTiers(prefetch.probe_id, tuple([name for _, _, name in prefetch.probed])))
-        return True
+        return None
 
     def probe_done(self, now: int, probe_id: int, found: Sequence[str], silent: bool = False) -> None:
         """The tiers have answered, or ``silent``, not all of them: plan and launch the reads. An answer that nobody

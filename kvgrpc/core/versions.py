@@ -39,16 +39,15 @@ class Versioning:
         ]
         for found in hit:
             found.version += step
-        if space is None:  # nor are those found of spaces and identities that were forgotten, or are not known yet
-            index.first_version += step
+        if space is None:
             for facts in index.bases.values():
                 facts.version += step * (model is None or facts.identity.model == model)
-            index.known_bases = {base: (at, version + step) for base, (at, version) in index.known_bases.items()}
-            self._move_known_spaces(None)
+            self._move_unnamed()
         return self._clear(hit)
 
     def bump(self, model: str, space_base: bytes) -> Cleared:
-        """New weights under an old name. Refuses: SPACE_UNKNOWN."""
+        """New weights under an old name; of a model, also of its identities that nobody has named, so all of those.
+        Refuses: SPACE_UNKNOWN."""
         bases = self._index.bases.values()
         hit = [facts for facts in bases if facts.base == space_base or (model and facts.identity.model == model)]
         if not hit:
@@ -58,14 +57,18 @@ class Versioning:
             facts.generation += 1
         for one in (*hit, *spaces):
             one.version += self._step
-        self._move_known_spaces({facts.base for facts in hit})
+        self._move_unnamed(space_base)
         return replace(self._clear(spaces), generation=max(facts.generation for facts in hit))
 
-    def _move_known_spaces(self, of: set[bytes] | None) -> None:
-        known = self._index.known_spaces
-        for digest, (base, version) in known.items():
-            if of is None or base in of:
-                known[digest] = (base, version + self._step)
+    def _move_unnamed(self, of: bytes = b"") -> None:
+        """Spaces that were forgotten, or are not known yet: those ``of`` one identity, else all, and identities."""
+        index, step = self._index, self._step
+        if not of:
+            index.first_version += step
+            index.known_bases = {base: (at, version + step) for base, (at, version) in index.known_bases.items()}
+        for digest, (base, version) in index.known_spaces.items():
+            if of in (b"", base):
+                index.known_spaces[digest] = (base, version + step)
 
     def _clear(self, spaces: Iterable[Space]) -> Cleared:
         cleared = [self._index.clear(space) for space in spaces]

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -15,6 +16,7 @@ from kvgrpc.transfer.runs import trim
 if TYPE_CHECKING:
     from kvgrpc.runtime.driver import Driver
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 LET_GO_S = 5.0
@@ -27,12 +29,14 @@ class Below:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._reads: dict[int, tuple[str, asyncio.Task[None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def act(self, action: TierAction) -> None:
         match action:
             case ProbeTiers():
-                self._spawn(self._probe(action))
+                found = [""] * len(action.objects)
+                probing = self._spawn(self._probe(action, found))
+                probing.add_done_callback(lambda done: self._probe_ended(action, found, done))
             case ReadTier():
                 reading = self._spawn(self._read(action))
                 reading.add_done_callback(lambda done: self._read_ended(action, done))
@@ -44,16 +48,16 @@ class Below:
                 writing = self._spawn(self._write(action))
                 writing.add_done_callback(lambda done: self._write_ended(action, done))
 
-    def _spawn(self, work: object) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _probe(self, action: ProbeTiers) -> None:
-        driver = self._driver
-        found, silent = [""] * len(action.objects), False
-        for name, tier in driver.hands.tiers.items():
+    async def _probe(self, action: ProbeTiers, found: list[str]) -> bool:
+        """Whether a tier did not say what it has."""
+        silent = False
+        for name, tier in self._driver.hands.tiers.items():
             open_at = [at for at, where in enumerate(found) if not where]
             if not open_at:
                 break
@@ -66,6 +70,14 @@ class Below:
             for at, is_there in zip(open_at, present, strict=True):
                 if is_there:
                     found[at] = name
+        return silent
+
+    def _probe_ended(self, action: ProbeTiers, found: list[str], done: asyncio.Task[bool]) -> None:
+        """Called for every probe. Only the end of the server cancels one, and then nobody waits for it."""
+        if done.cancelled():
+            return
+        driver = self._driver
+        silent = not _went_well("probe", ", ".join(driver.hands.tiers), done) or done.result()
         driver.book.probe_done(driver.now(), action.probe_id, found, silent)
         driver.pump()
 
@@ -120,18 +132,24 @@ class Below:
             await asyncio.sleep(0)  # a write that has ended is reported behind whoever waits for it
 
     async def close(self) -> None:
-        """Ends what runs, then the tiers."""
-        for task in tuple(self._tasks):
-            task.cancel()
+        """Ends what runs, also what the end of that begins, then the tiers."""
+        driver, loop = self._driver, asyncio.get_running_loop()
+        for job in list(driver.book.prefetcher.pending.values()):
+            driver.book.lookups.end(job)  # else its turn would come with the end of others' reads
+        driver.pump()
+        end_s, told = loop.time() + LET_GO_S, set[asyncio.Task[Any]]()
+        while self._tasks and (left_s := end_s - loop.time()) > 0:
+            for task in self._tasks - told:
+                task.cancel()
+            told |= self._tasks
+            await asyncio.wait(tuple(self._tasks), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if self._tasks:
-            _, hanging = await asyncio.wait(tuple(self._tasks), timeout=LET_GO_S)
-            if hanging:
-                log.error("lower tiers do not let go of their buffers", calls=len(hanging))
-        for tier in self._driver.hands.tiers.values():
+            log.error("lower tiers do not let go of their buffers", calls=len(self._tasks))
+        for tier in driver.hands.tiers.values():
             await tier.close()
 
 
-def _went_well(what: str, tier: str, done: asyncio.Task[None]) -> bool:
+def _went_well(what: str, tier: str, done: asyncio.Task[Any]) -> bool:
     error = None if done.cancelled() else done.exception()
     if isinstance(error, TierFault):
         _tell(f"tier {what} failed", tier, error)

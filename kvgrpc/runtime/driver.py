@@ -382,10 +382,10 @@ class Driver:
 
     async def _close(self) -> None:
         await self.below.flush(self.hands.flush_s)
-        if self._timer is not None:
-            self._timer.cancel()
         await self.below.close()
         await self.saves.close()
+        if self._timer is not None:
+            self._timer.cancel()  # nothing sets it any more, and nothing changes the books
         await asyncio.to_thread(self.hands.affinity.close)
         self.hands.cpu_pool.shutdown(wait=True)
         self.hands.mover.close()

@@ -69,7 +69,7 @@ def _checked_hash(text: str) -> str:
     return text
 
 
-_Quota = Annotated[int, BeforeValidator(parse_size), Field(gt=0)] | None
+_Quota = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=1 << 63)] | None
 _Hash = Annotated[str, AfterValidator(_checked_hash)]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 _Text = Annotated[str, Field(min_length=1)]
@@ -103,6 +103,8 @@ def read_access(path: Path) -> Access:
         form = _FileForm.model_validate(json.loads(path.read_bytes()))
     except OSError as error:
         raise AccessError(f"--access {path}: {error.strerror}") from None
+    except RecursionError:
+        raise AccessError(f"--access {path}: it is nested too deeply") from None
     except ValueError as error:
         raise AccessError(f"--access {path}: {_problem(error)}") from None
     try:

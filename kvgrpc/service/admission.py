@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -34,17 +35,44 @@ SetQuotas = Callable[[dict[str, int | None]], None]
 log = logger("service")
 
 
-class Admission:
-    """Knows who calls. ``set_quotas`` is told the quotas of all salts, now and whenever the file has changed."""
+class TenantSessions:
+    """Which clients of each tenant have a session: their stream is open, or may be taken up again for ``grace_s``."""
 
-    def __init__(self, path: Path, set_quotas: SetQuotas) -> None:
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._streams: dict[str, Counter[str]] = {}
+        self._kept_until_s: dict[str, dict[str, float]] = {}
+
+    def begin(self, tenant: Tenant, client_id: str) -> None:
+        """A stream of the client opens. Refuses: CLIENT_LIMIT."""
+        streams, kept = self._streams.setdefault(tenant.name, Counter()), self._kept_until_s.get(tenant.name, {})
+        now_s = time.monotonic()
+        for over in [one for one, until_s in kept.items() if until_s <= now_s]:
+            del kept[over]
+        if client_id not in streams and client_id not in kept and len({*streams, *kept}) >= tenant.clients:
+            text = f"tenant {tenant.name} has {tenant.clients} clients attached, its limit"
+            raise Refusal(Reason.CLIENT_LIMIT, text, retry_after_ms=1000, resource="clients")
+        streams[client_id] += 1
+
+    def end(self, tenant: Tenant, client_id: str) -> None:
+        """A stream of the client has ended."""
+        streams = self._streams[tenant.name]
+        streams[client_id] -= 1
+        self._streams[tenant.name] = +streams
+        self._kept_until_s.setdefault(tenant.name, {})[client_id] = time.monotonic() + self._grace_s
+
+
+class Admission:
+    """Knows who calls. ``set_quotas`` is told the quotas of all salts, now and whenever the file has changed;
+    ``grace_s``: how long a broken session may be taken up again."""
+
+    def __init__(self, path: Path, set_quotas: SetQuotas, grace_s: float) -> None:
         self._path = path
         self._set_quotas = set_quotas
         self._access: Access = read_access(path)
         self._seen = self._look()
         self._next_look_s = 0.0
-        self.attached: dict[str, int] = {}
-        """Open sessions of each tenant."""
+        self._sessions = TenantSessions(grace_s)
         set_quotas(self._access.quotas())
 
     def _look(self) -> tuple[int, int, int] | None:
@@ -106,7 +134,8 @@ class Admission:
 
         def client(client_id: str) -> api.CacheApi:
             tenant = TENANT.get()
-            return TenantCache(client_for(inside(tenant, client_id) if client_id else ""), tenant, self.attached)
+            cache = client_for(inside(tenant, client_id) if client_id else "")
+            return TenantCache(cache, tenant, client_id, self._sessions)
 
         return client
 
@@ -125,10 +154,11 @@ def inside(tenant: Tenant, name: str) -> str:
 class TenantCache:
     """CacheApi of one tenant's client."""
 
-    def __init__(self, cache: api.CacheApi, tenant: Tenant, attached: dict[str, int]) -> None:
+    def __init__(self, cache: api.CacheApi, tenant: Tenant, client_id: str, sessions: TenantSessions) -> None:
         self._cache = cache
         self._tenant = tenant
-        self._attached = attached
+        self._client_id = client_id
+        self._sessions = sessions
 
     def _own(self, engine_id: str) -> str:
         return inside(self._tenant, engine_id)
@@ -143,17 +173,13 @@ class TenantCache:
         return await self._cache.handshake(hello)
 
     async def attach(self, engine_id: str, role: Role, session_id: bytes) -> AsyncIterator[api.AttachEvent]:
-        tenant, attached = self._tenant, self._attached
-        if attached.get(tenant.name, 0) >= tenant.clients:
-            text = f"tenant {tenant.name} has {tenant.clients} clients attached, its limit"
-            raise Refusal(Reason.CLIENT_LIMIT, text, retry_after_ms=1000, resource="clients")
-        attached[tenant.name] = attached.get(tenant.name, 0) + 1
+        self._sessions.begin(self._tenant, self._client_id)
         events: Any = self._cache.attach(self._own(engine_id), role, session_id)
         try:
             async for event in events:
                 yield event
         finally:
-            attached[tenant.name] -= 1
+            self._sessions.end(self._tenant, self._client_id)
             await events.aclose()
 
     async def register(self, request: api.RegisterRequest) -> api.RegisterAnswer:

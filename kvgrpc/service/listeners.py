@@ -146,7 +146,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _group_id(group: str) -> int:
-    if group.isdecimal():
+    if group.isdecimal() and len(group) <= 10 and int(group) < (1 << 32) - 1:
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
@@ -52,17 +53,40 @@ def _hide_secrets(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
     return event
 
 
+class _Out:
+    """A stream whose lines are lost where it takes none: nobody reads the pipe any more, or the disk is full. A line of
+    the log must fail no call, and nothing that a call waits for."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """``stream`` None: the process began without one."""
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            if self._stream is not None:
+                self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            if self._stream is not None:
+                self._stream.flush()
+
+
 def configure(level: str = "info", form: str = "auto", stream: TextIO | None = None) -> None:
     """Sets up logging of the whole process: this program's lines and those of libraries, in one form on one stream.
 
     ``level`` is one of ``LEVELS``; ``form`` one of ``FORMS``, where auto is console on a terminal and JSON elsewhere;
-    ``stream`` defaults to stderr. ValueError names what is unknown.
+    ``stream`` defaults to stderr, and what that does not take is lost. ValueError names what is unknown.
     """
     if level not in LEVELS:
         raise ValueError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
     if form not in FORMS:
         raise ValueError(f"log format {form!r} is not one of {', '.join(FORMS)}")
-    out = sys.stderr if stream is None else stream
+    out: Any = _Out(sys.stderr if stream is None else stream)
     terminal = out.isatty()
     console = form == "console" or (form == "auto" and terminal)
     shared: list[Processor] = [

@@ -16,8 +16,13 @@ from kvgrpc.core.types import ALL, MAX_GROUPS, MAX_NEEDS, Geometry, GroupGeometr
 
 MAX_MEMORY_PIECES = 4096
 MAX_PLANES_IN_ALL = 65536
-"""Bound of the sum of layers x planes over all entries: what one piece's run generation walks."""
+"""Bound of the sum of layers x planes over all entries of all groups: what one piece's run generation walks, and the
+check for runs that overlap, which holds up the event loop."""
 MAX_NAME_BYTES = 64
+MAX_FORM_BYTES = 1024
+"""Of a stored form: what a client without memory can name in its identity."""
+MAX_ORDER_BYTES = 4096
+"""Of an object's order: what can be named in WriteChunks. It is hashed into the name of every object."""
 _MAX_INT = 2**63 - 1
 _MAX_COUNT = 2**32 - 1
 _SEPARATORS = frozenset(":+")
@@ -30,8 +35,16 @@ def check_layout(layout: Layout, chunk_tokens: int) -> Geometry:
         _refuse("groups", f"a layout needs 1 to {MAX_GROUPS} groups; {len(layout.groups)} were sent")
     if len({_need(group) for group in layout.groups}) > MAX_NEEDS:
         _refuse("groups", f"groups may need at most {MAX_NEEDS} different things of a prefix")
-    geometries = tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups)))
-    return Geometry(geometries)
+    _check_planes(layout.groups)
+    geometry = Geometry(tuple(_check_group(layout, index, chunk_tokens) for index in range(len(layout.groups))))
+    form_bytes = len(stored_form(layout.groups))
+    if form_bytes > MAX_FORM_BYTES:
+        _refuse("groups", f"the groups' stored form has {form_bytes} bytes, at most {MAX_FORM_BYTES} can be named")
+    order_bytes = max(len(part.order) for part in geometry.parts(chunk_tokens))
+    if order_bytes > MAX_ORDER_BYTES:
+        text = f"the order of an object's runs takes {order_bytes} bytes to say, at most {MAX_ORDER_BYTES} can be"
+        _refuse("groups", f"{text}: put layers of one size behind each other")
+    return geometry
 
 
 def _need(group: KvGroup) -> Need:
@@ -118,6 +131,15 @@ def _check_memory(pieces: Sequence[Memory]) -> None:
         _refuse("memory", f"the pieces of memory have more than {_MAX_INT} bytes in all")
 
 
+def _check_planes(groups: Sequence[KvGroup]) -> None:
+    planes_in_all = 0
+    for index, group in enumerate(groups):
+        planes_in_all += sum(runs.layers * runs.planes for runs in group.runs)
+        if planes_in_all > MAX_PLANES_IN_ALL:
+            text = f"layers x planes over all entries of all groups must not exceed {MAX_PLANES_IN_ALL}"
+            _refuse(f"groups[{index}].runs", text)
+
+
 def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry:
     group, where = layout.groups[index], f"groups[{index}]"
     _in_range(f"{where}.block_size", group.block_size, 1, chunk_tokens)
@@ -129,13 +151,8 @@ def _check_group(layout: Layout, index: int, chunk_tokens: int) -> GroupGeometry
     if not group.runs:
         _refuse(f"{where}.runs", "a group needs at least one entry of runs")
     _check_names(group, where)
-    planes_in_all = 0
     for entry, runs in enumerate(group.runs):
-        here = f"{where}.runs[{entry}]"
-        _check_counts(runs, len(layout.memory), here)
-        planes_in_all += runs.layers * runs.planes
-        if planes_in_all > MAX_PLANES_IN_ALL:
-            _refuse(f"{where}.runs", f"layers x planes over all entries must not exceed {MAX_PLANES_IN_ALL}")
+        _check_counts(runs, len(layout.memory), f"{where}.runs[{entry}]")
     for entry, runs in enumerate(group.runs):
         _check_addresses(runs, group.num_blocks, layout.memory[runs.memory_index].size_bytes, f"{where}.runs[{entry}]")
     if group.form is BlockForm.TOKEN_MAJOR:

@@ -695,7 +695,9 @@ class BumpGenerationRequest(_message.Message):
     space_base: _builtins.bytes
     """All spaces of a base, whatever adapter and salt."""
     model: _builtins.str
-    """All spaces of a model."""
+    """All spaces of a model. What lies in lower tiers and no engine has named since the server's start is not found again either,
+    whatever its model is, since the server cannot know.
+    """
     def __init__(
         self,
         *,

@@ -958,7 +958,7 @@ class ObjectForm(_message.Message):
     groups: _builtins.int
     """Bit g is set when it holds group g. Groups that need the same (all tokens, or the same window: docs/protocol.md) are one object."""
     object_bytes: _builtins.int
-    """Its length; at least 1."""
+    """Its length; 1 to 2^48."""
     order: _builtins.str
     """How its runs follow each other, as in ChunksToWrite. 1 to 4096 bytes."""
     def __init__(
@@ -1026,7 +1026,7 @@ class ChunksToWrite(_message.Message):
     kv_rank: _builtins.int
     """Whose objects they are, below the identity's kv_world_size."""
     object_bytes: _builtins.int
-    """Length of each object; at least 1. Not set when there are objects, as is order."""
+    """Length of each object; 1 to 2^48. Not set when there are objects, as is order."""
     order: _builtins.str
     """How the runs of each object follow each other, by the rule in docs/protocol.md; ReadChunks tells it. 1 to 4096 bytes."""
     @_builtins.property

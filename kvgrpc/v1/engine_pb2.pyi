@@ -618,7 +618,10 @@ class RegisterKvCacheRequest(_message.Message):
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
-        """The layout; 1 to 64 groups. Groups may share memory: a block belongs to one of them at a time, which is the engine's care."""
+        """The layout; 1 to 64 groups. Groups may share memory: a block belongs to one of them at a time, which is the engine's care.
+        In all, layers x planes of the entries of runs are at most 65536; the stored_form has at most 1024 bytes, and the order of an
+        object (docs/protocol.md) at most 4096. What is more: INVALID_ARGUMENT, LAYOUT.
+        """
 
     def __init__(
         self,

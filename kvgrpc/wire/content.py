@@ -16,6 +16,7 @@ from kvgrpc.core.types import (
     TokenRange,
     WritePolicy,
 )
+from kvgrpc.transfer.layout import MAX_FORM_BYTES
 from kvgrpc.v1 import admin_pb2
 from kvgrpc.v1 import common_pb2 as pb
 from kvgrpc.wire.fields import DAY_MS, check_bytes, check_number, check_text, invalid
@@ -62,7 +63,7 @@ def decode_identity(message: pb.SpaceIdentity, *, needs_form: bool) -> SpaceIden
         kv_dtype=check_text(message.kv_dtype, "identity.kv_dtype", least=1, most=64),
         kv_world_size=check_number(message.kv_world_size, "identity.kv_world_size", 1, 1024),
         hash_algorithm=check_text(message.hash_algorithm, "identity.hash_algorithm", least=1, most=64),
-        stored_form=check_text(message.stored_form, "identity.stored_form", least=int(needs_form), most=1024),
+        stored_form=check_text(message.stored_form, "identity.stored_form", least=int(needs_form), most=MAX_FORM_BYTES),
     )
 
 

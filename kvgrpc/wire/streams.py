@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvgrpc import api
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import DEFAULT_POLICY, MAX_NEEDS, ChunkResult, ObjectForm, Reader, TokenRange
+from kvgrpc.transfer.layout import MAX_ORDER_BYTES
 from kvgrpc.v1 import cache_pb2 as pb
 from kvgrpc.v1 import common_pb2
 from kvgrpc.wire.cache import check_engine_id, decode_results, encode_results
@@ -24,8 +25,8 @@ from kvgrpc.wire.content import (
 from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 
 SALTS_MOST = 1024
-ORDER_MOST = 4096
-OBJECT_BYTES_MOST = (1 << 63) - 1
+OBJECT_BYTES_MOST = 1 << 48
+"""A chunk has one for each KV rank and part, and whoever records is told the bytes of them all, in 64 bits."""
 BITS_MOST = (1 << 64) - 1
 
 
@@ -182,7 +183,7 @@ def _decode_form(message: pb.ObjectForm | pb.ChunksToWrite, where: str, groups: 
     return ObjectForm(
         groups,
         check_number(message.object_bytes, f"{where}.object_bytes", 1, OBJECT_BYTES_MOST),
-        check_text(message.order, f"{where}.order", least=1, most=ORDER_MOST),
+        check_text(message.order, f"{where}.order", least=1, most=MAX_ORDER_BYTES),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -16,10 +17,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvgrpc.api import LookupRequest, Tokens
 from kvgrpc.app import server_options
 from kvgrpc.cli.serve import as_table
+from kvgrpc.client import Client
 from kvgrpc.config.settings import load_settings
-from tests.served import Served, serving, wait_until
+from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import SpaceRef
+from tests.served import Served, serving, stop, wait_until
 
 
 def started(server: Served) -> dict[str, str]:
@@ -227,3 +232,41 @@ def test_after_kill_the_path_is_taken_over():
         finally:
             second.terminate()
             assert second.wait(60) == 0
+
+
+def call_unattached(address: str) -> Reason | None:
+    request = LookupRequest("engine-0123456789", "r", SpaceRef(b"7" * 16), Tokens(b""))
+    with Client(address) as client:
+        try:
+            client.lookup(request)
+        except Refusal as refusal:
+            return refusal.reason
+    return None
+
+
+def test_a_log_that_nobody_reads_any_more_fails_no_call(tmp_path: Path):
+    """As when journald is restarted, or the disk of the log is full: refusals are written to it."""
+    command = [sys.executable, "-m", "kvgrpc", "serve", "--l1-size", "16MiB", "--socket", str(tmp_path / "s")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        while b'"started"' not in process.stderr.readline():
+            assert process.poll() is None
+        process.stderr.close()
+        assert call_unattached(f"unix:{tmp_path / 's'}") is Reason.NOT_ATTACHED
+    finally:
+        assert stop(process) == 0
+    assert not (tmp_path / "s").exists(), "it ended in order"
+
+
+def test_a_server_that_began_without_standard_files(tmp_path: Path):
+    """L1 must not be where libraries write their messages to."""
+    command = f"exec {sys.executable} -m kvgrpc serve --l1-size 16MiB --socket {tmp_path / 's'}"
+    process = subprocess.Popen(["/bin/sh", "-c", f"{command} <&- >&- 2>&-"])
+    try:
+        wait_until(lambda: (tmp_path / "s").exists() or process.poll() is not None, 60)
+        wait_until(lambda: call_unattached(f"unix:{tmp_path / 's'}") is Reason.NOT_ATTACHED, 60)
+        files = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+        assert files == [os.devnull] * 3
+    finally:
+        assert stop(process) == 0

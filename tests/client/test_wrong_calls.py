@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import numpy as np
 import pytest
 
 from kvgrpc import api
@@ -57,6 +59,24 @@ async def test_what_fails_inside_grpc_is_in_doubt(server: FakeServer, error: typ
         with pytest.raises(Refusal) as refused:
             await client._call(lambda *_, **__: fails(), None, lambda _: None)  # type: ignore[arg-type]
     assert refused.value.reason in IN_DOUBT
+
+
+IDS = range(2048)
+
+
+@pytest.mark.parametrize("memory", [array("I", IDS), memoryview(array("I", IDS)), np.array(IDS, dtype=np.uint32)])
+def test_memory_of_ids_is_the_ids(memory: Any) -> None:
+    """Its length is told in items: a quarter of the bytes was announced, and no server could read the message."""
+    content = api.Tokens(memory)
+    assert content == api.Tokens.from_ids(IDS) and content.num_tokens == len(IDS)
+    request = api.LookupRequest(ENGINE, "r1", SPACE, content)
+    assert wire.read_lookup_request(wire.write_lookup_request(request)) == request
+
+
+@pytest.mark.parametrize("memory", [array("Q", range(64)), np.arange(64), np.arange(64, dtype=np.int32), [1, 2, 3]])
+def test_memory_of_something_else_is_a_type_error(memory: Any) -> None:
+    with pytest.raises(TypeError):
+        api.Tokens(memory)
 
 
 # ---- workers --------------------------------------------------------------------------------------------------------

@@ -140,6 +140,14 @@ def test_reflection_is_on_for_local_listeners_and_off_beyond():
         ("allow_uid", ("root",)),
         ("chunk_tokens", "0"),
         ("message_size", "1KiB"),
+        ("message_size", "2GiB"),
+        ("l1_size", "9" * 400),
+        ("l1_size", "8EiB"),
+        ("records_size", "8388608TiB"),
+        ("valkey_url", "valkey://h:70000"),
+        ("valkey_url", "valkey://h:x"),
+        ("otlp_endpoint", "http://h:70000"),
+        ("otlp_endpoint", "http://[h"),
     ],
 )
 def test_bad_values_name_their_flag(name: str, value: object):

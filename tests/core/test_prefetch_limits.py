@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvgrpc.core import types as t
+from kvgrpc.core.prefetch import NAME_BYTES
 from kvgrpc.core.types import PrefetchStatus
 from tests.core.desk import CHUNK, OBJECT, Desk
 from tests.core.test_prefetch import status, tiered
@@ -164,3 +165,23 @@ def test_priority_of_the_lookup_goes_to_what_it_prefetched():
     e.store("c", 2)
     there = desk.book.index.spaces[e.space].table.chunks.keys()
     assert there == {*e.content("a", 2).keys, *e.content("c", 2).keys}, "b went, though a is older"
+
+
+def test_names_that_pending_lookups_ask_for_take_no_more_memory_than_records():
+    """A name takes more than its key's record, and a key has one for each KV rank: what such lookups took was not
+    bounded. Who comes late is answered with what is in L1."""
+    most = 64 << 10
+    desk = Desk(chunks=64, tiers=("disk",), limits=t.CoreLimits(records_bytes=most))
+    e = desk.engine(stages=32)
+    e.store_all("here", 1)
+    jobs = [e.lookup(f"p{number}", 2) for number in range(100)]
+    asked = sum(len(probe.objects) for probe in desk.probes.values())
+    assert most < asked * NAME_BYTES <= most + 64 * NAME_BYTES
+    assert {job.status.limited_by for job in jobs if job.status.done} == {"PREFETCH_LIMIT"}
+    late = e.lookup("here", 3).status
+    assert (late.done, late.hit_tokens, late.limited_by) == (True, CHUNK, "PREFETCH_LIMIT")
+    warmed = desk.book.lookups.warm(desk.now, e.space, e.content("here", 3).keys, t.S, b"w" * 16)
+    assert warmed == t.Warmed(CHUNK, "PREFETCH_LIMIT")
+    while desk.probes:
+        desk.answer_probe("")
+    assert not e.lookup("here", 3).status.done, "there is room again"

@@ -313,6 +313,25 @@ def test_after_a_restart_names_are_those_of_before(how: str):
     assert probed(desk, e, "a", 2) == new
 
 
+@pytest.mark.parametrize("named_before", [True, False])
+def test_new_weights_of_a_model_reach_its_identities_that_nobody_has_named_yet(named_before: bool):
+    """One identity of the model is back after a restart, another comes later: its objects are of the old weights."""
+    desk, _ = tiered()
+    f = desk.engine("f", stages=2)
+    f.store_all("a", 1)
+    old = ordered(desk)
+    if named_before:  # else its version is that of all that were never cleared
+        desk.book.bump_generation(0, space_base=f.base)
+        f.store_all("a", 1)
+        old = ordered(desk)
+    after = Desk(desk.chunks, desk.tiers, desk.limits)
+    after.book = Bookkeeper(after.limits, after.chunks * OBJECT, after.tiers, desk.book.versions.snapshot())
+    after.engine("e")
+    assert after.book.bump_generation(0, model="llama").generation == 1
+    f = after.engine("f", stages=2)
+    assert not set(probed(after, f, "a", 1)) & set(old)
+
+
 def test_clears_before_an_engine_is_back_reach_what_it_will_ask_for():
     desk, e = tiered()
     e.store("a", 1)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvgrpc.core.types import ObjectName, WritePolicy
+from structlog.testing import capture_logs
+
+from kvgrpc.core.types import MIB, CoreLimits, ObjectName, WritePolicy
 from kvgrpc.core.writes import BELIEVED_NS
 from kvgrpc.runtime import admin
 from kvgrpc.tiers.faulty import FaultyTier
@@ -112,3 +114,59 @@ async def test_tiers_that_do_not_answer_are_asked_at_once(tmp_path: Path) -> Non
         assert found.tier_ranks == ({"quick": 1},)
         for one in slow:
             one.resume()
+
+
+async def test_a_probe_that_ends_with_a_bug_is_an_answer_and_is_told(tmp_path: Path) -> None:
+    """Nobody else would say that the tier was asked: the lookup would wait for its time."""
+
+    class Broken(MemoryTier):
+        async def exists(self, names: Sequence[str]) -> list[bool]:
+            raise ZeroDivisionError("a bug")
+
+    with capture_logs() as logs:
+        async with local_server(tmp_path, tier=Broken()) as server:
+            engine = await server.engine()
+            await engine.store(tokens_of(1, CHUNK), range(CHUNK // BLOCK))
+            answer = await engine.lookup(tokens_of(1, 4 * CHUNK), prefetch_wait_ms=60_000)
+            status = await asyncio.wait_for(engine.scheduler.query(engine.engine_id, answer.job_id, 60_000), 30)
+            assert (status.done, status.hit_tokens, status.limited_by) == (True, CHUNK, "PREFETCH_FAILED")
+    assert [log["exc_info"].args for log in logs if log["event"] == "tier failed"] == [("a bug",)]
+
+
+class AskedTier(MemoryTier):
+    """Reads wait until they are cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = 0
+        self.reading_when_closed: int | None = None
+
+    async def read(self, object: ObjectName, into: Sequence[memoryview]) -> None:
+        self.reading += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.reading -= 1
+
+    async def close(self) -> None:
+        self.reading_when_closed = self.reading
+        await super().close()
+
+
+async def test_at_the_end_nothing_is_read_for_lookups_that_waited_for_their_turn(tmp_path: Path) -> None:
+    """A read that is given up makes room for those of others: they ran in a tier that was closed, and changed the books
+    while the arena's index was written."""
+    tier, chunks = AskedTier(), 8
+    limits = CoreLimits(chunk_tokens=CHUNK, page_bytes=4096, prefetch_share=0.02)
+    async with local_server(tmp_path, tier=tier, writes=WritePolicy.THROUGH, limits=limits, l1_bytes=2 * MIB) as server:
+        engine = await server.engine()
+        for seed in range(4):
+            await engine.store(tokens_of(seed, chunks * CHUNK), range(chunks * CHUNK // BLOCK))
+        await until(lambda: len(tier.names) == 4 * chunks)
+        server.book.index.evict(1 << 30, 4 * chunks)
+        for seed in range(4):
+            await engine.lookup(tokens_of(seed, chunks * CHUNK), prefetch_wait_ms=60_000)
+        await until(lambda: tier.reading)
+        assert len(server.book.prefetcher.blocked) == 4, "else nobody waits for a turn"
+    assert tier.reading_when_closed == tier.reading == 0
+    assert not server.book.prefetcher.reads

@@ -25,7 +25,7 @@ from kvgrpc.core.keys import space_digest
 from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.access import AccessError, read_access, token_hash
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, RULES
-from tests.e2e.harness import BLOCK, CHUNK, Engine, outcomes, tokens_of
+from tests.e2e.harness import BLOCK, CHUNK, Engine, Stream, outcomes, tokens_of
 from tests.e2e.written import chunks_of, writing
 from tests.security.guarded import Authority, Guarded, guarded, new_token, write_access
 
@@ -214,6 +214,35 @@ async def test_a_tenant_has_its_number_of_clients(tenants: Tenants):
             pass  # until the server has seen the end of the stream
 
 
+async def test_a_tenant_at_its_number_of_clients_takes_its_sessions_up_again(tenants: Tenants):
+    """The server may not have seen the end of a stream yet; the number is of clients, and not of streams."""
+    tenants.forms["red"]["clients"] = 1
+    tenants.write()
+    async with guarded("--access", str(tenants.file)) as server:
+        red = tenants.client(server, "red")
+        first = await server.attach(red, "engine-0123456789", Role.WORKER)
+        again = await server.attach(red, "engine-0123456789", Role.WORKER, first.session_id)
+        assert again.events[0].resumed
+        other = tenants.client(server, "red", "other")
+        assert await reason_of(server.attach(other, "engine-0123456789", Role.WORKER)) is Reason.CLIENT_LIMIT
+
+
+async def test_a_tenants_sessions_that_may_be_taken_up_again_are_counted(tenants: Tenants):
+    """Else one tenant could have all of the server's places with streams that it opens and closes."""
+    tenants.forms["red"]["clients"] = 2
+    tenants.write()
+    grace_ms = 60_000
+    async with guarded("--access", str(tenants.file), "--clients", "6", "--reattach-grace-ms", str(grace_ms)) as server:
+        reasons = set[Reason | None]()
+        for number in range(8):
+            red = tenants.client(server, "red", f"c{number}")
+            stream = Stream(red, "engine-0123456789", Role.WORKER, secrets.token_bytes(16))
+            reasons.add(await reason_of(stream.open()))
+            await stream.close()
+        assert reasons == {None, Reason.CLIENT_LIMIT}
+        await server.attach(tenants.client(server, "blue", "b"), "engine-0123456789", Role.WORKER)
+
+
 async def test_a_certificate_is_a_tenants_and_the_socket_can_be(tenants: Tenants, tmp_path: Path):
     authority = Authority(tmp_path)
     server_pair, client_pair = authority.sign("server", "127.0.0.1"), authority.sign("client", "red.example")
@@ -284,6 +313,8 @@ WRONG: list[tuple[object, str]] = [
     ({"tenants": {"a": {"certificates": ["x"]}, "b": {"certificates": ["x"]}}}, "have one certificate"),
     ({"tenants": {"a": {"salts": {"s": "1GiB"}}, "b": {"salts": {"s": None}}}}, "tenant b has another quota"),
     ({"tenants": {"a": {"salts": {"s": "much"}}}}, "is not a size"),
+    ({"tenants": {"a": {"salts": {"s": "9" * 400}}}}, "is more than any machine has"),
+    ({"tenants": {"a": {"salts": {"s": 1 << 63}}}}, "tenants.a.salts.s"),
     ({"tenants": {"a": {"may": ["everything"]}}}, "may 'everything', which is neither engine, viewer, admin nor"),
     ({"tenants": {}, "socket": "a"}, "socket names a, which is no tenant"),
 ]
@@ -305,6 +336,9 @@ def test_a_file_that_is_no_json_says_where(tmp_path: Path):
         read_access(file)
     file.write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(AccessError, match=r"it is no JSON$"):
+        read_access(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(AccessError, match=r"it is nested too deeply$"):
         read_access(file)
 
 

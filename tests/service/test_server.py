@@ -84,9 +84,10 @@ def test_nobody_else_can_connect_before_the_mode_is_set(folder: Path) -> None:
     assert not path.exists()
 
 
-async def test_an_unknown_group_is_refused_and_leaves_nothing(world: World) -> None:
-    text = await refusal_to_start(world.server(socket_group="no-such-group"))
-    assert "no-such-group" in text
+@pytest.mark.parametrize("group", ["no-such-group", "4294967296", "9" * 5000])
+async def test_an_unknown_group_is_refused_and_leaves_nothing(group: str, world: World) -> None:
+    text = await refusal_to_start(world.server(socket_group=group))
+    assert f"--socket-group {group}" in text
     assert not world.socket.exists()
     await serves(world, await world.start())
 

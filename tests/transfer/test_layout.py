@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,16 @@ import pytest
 from kvgrpc.api import BlockForm, CudaIpcMemory, GroupKind, KvGroup, Layout, Runs, SharedMemory
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ALL, Geometry, GroupGeometry, Need
-from kvgrpc.transfer.layout import MAX_MEMORY_PIECES, MAX_PLANES_IN_ALL, check_layout, memory_bytes, stored_form
+from kvgrpc.transfer.layout import (
+    MAX_FORM_BYTES,
+    MAX_MEMORY_PIECES,
+    MAX_ORDER_BYTES,
+    MAX_PLANES_IN_ALL,
+    check_layout,
+    memory_bytes,
+    object_order,
+    stored_form,
+)
 from tests.kvdata import ARRANGEMENTS, BLOCKS_OUTERMOST, LAYERS_OUTERMOST, MHA, MLA, Image
 
 CHUNK = 64
@@ -33,6 +43,12 @@ def with_group(group: KvGroup = GROUP, **change: Any) -> Layout:
 
 def with_memory(*memory: SharedMemory) -> Layout:
     return replace(GOOD, memory=memory)
+
+
+def with_orders(count: int) -> Layout:
+    """Runs of two sizes in turns, which no order can say in short."""
+    runs = (replace(RUNS, layers=1, planes=1, run_bytes=1 + at % 2) for at in range(count))
+    return with_group(block_size=1, runs=tuple(runs))
 
 
 def refused(layout: Layout) -> Refusal:
@@ -100,6 +116,9 @@ def test_stored_form_does_not_depend_on_what_differs_between_ranks_and_engines()
         (with_runs(planes=0), "groups[0].runs[0].planes"),
         (with_runs(layers=2**16, planes=2**16), "groups[0].runs"),
         (with_group(runs=(replace(RUNS, layers=1, planes=1),) * (MAX_PLANES_IN_ALL + 1)), "groups[0].runs"),
+        (replace(GOOD, groups=(with_runs(layers=MAX_PLANES_IN_ALL // 2).groups[0], GROUP)), "groups[1].runs"),
+        (replace(GOOD, groups=(GROUP,) * 64), "groups"),  # 1,727 bytes of stored form
+        (with_orders(MAX_ORDER_BYTES // len("1x1x1,") + 1), "groups"),
         (with_runs(run_bytes=0), "groups[0].runs[0].run_bytes"),
         (with_runs(run_bytes=129), "groups[0].runs[0].block_stride_bytes"),
         (with_runs(block_stride_bytes=0), "groups[0].runs[0].block_stride_bytes"),
@@ -198,3 +217,23 @@ def test_the_largest_layout_is_checked_quickly() -> None:
     runs = Runs(0, 0, MAX_PLANES_IN_ALL // 2, 2 << 20, 2, 1 << 20, 4096, 4096)
     layout = Layout((SharedMemory("kv", 0, 1 << 40),), (replace(GROUP, runs=(runs,)),))
     assert check_layout(layout, CHUNK).groups[0].block_bytes == MAX_PLANES_IN_ALL * 4096
+
+
+def test_what_is_too_large_is_refused_quickly() -> None:
+    """The event loop checks layouts: 64 groups of the largest would hold it up for ten seconds."""
+    runs = Runs(0, 0, 256, 256 << 20, 256, 1 << 20, 4096, 4096)
+    layout = Layout((SharedMemory("kv", 0, 1 << 40),), (replace(GROUP, runs=(runs,)),) * 64)
+    began = time.process_time()
+    assert refused(layout).field == "groups[1].runs"
+    assert time.process_time() - began < 0.5
+
+
+def test_whatever_can_be_registered_can_be_named_by_those_without_memory() -> None:
+    """Else a scheduler would be refused, and operators could not list spaces."""
+    group = replace(GROUP, backend="B" * 32, layout="L" * 32)
+    count = (MAX_FORM_BYTES + 1) // (len(stored_form((group,))) + 1)
+    check_layout(replace(GOOD, groups=(group,) * count), CHUNK)
+    assert refused(replace(GOOD, groups=(group,) * (count + 1))).field == "groups"
+    longest = with_orders(MAX_ORDER_BYTES // len("1x1x1,"))
+    check_layout(longest, CHUNK)
+    assert len(object_order(longest.groups)) <= MAX_ORDER_BYTES

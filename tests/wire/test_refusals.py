@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import grpc
 import pytest
 
-from kvgrpc import status
+from kvgrpc import api, status
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import MAX_NEEDS, SpaceRef
 from kvgrpc.v1 import admin_pb2, cache_pb2, common_pb2, engine_pb2
-from kvgrpc.wire import admin, cache, engine
+from kvgrpc.wire import admin, cache, engine, streams
 
 ENGINE = "engine-0123456789abcdef"
 SPACE = common_pb2.SpaceRef(space_base=b"s" * 16)
@@ -96,6 +99,18 @@ def test_a_range_that_ends_before_it_starts() -> None:
     with pytest.raises(Refusal) as caught:
         cache.decode_retrieve_request(message)
     assert caught.value.reason is Reason.RANGE
+
+
+def test_the_largest_objects_that_can_be_named_can_be_told() -> None:
+    """Who claims larger ones, one for each KV rank, would end every recording of an operator."""
+    space, form = SpaceRef(b"s" * 16), partial(api.WriteChunksRequest, ENGINE, order="1x1x1", content=api.Tokens(b""))
+    most = streams.OBJECT_BYTES_MOST
+    streams.decode_write_begin(streams.encode_write_begin(form(space=space, object_bytes=most)))
+    with pytest.raises(Refusal) as caught:
+        streams.decode_write_begin(streams.encode_write_begin(form(space=space, object_bytes=most + 1)))
+    assert caught.value.field == "begin.object_bytes"
+    call = api.TracedCall(api.CallKind.STORE, 0, 0, 0, (), 0, chunk_bytes=cache.RANKS_MOST * MAX_NEEDS * most)
+    assert admin.encode_traced_calls(api.TracedCalls((call,), 0, 1)).calls[0].chunk_bytes == call.chunk_bytes
 
 
 def register(**changes: object) -> engine_pb2.RegisterKvCacheRequest:

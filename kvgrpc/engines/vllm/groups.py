@@ -9,13 +9,10 @@ from typing import Any
 from kvgrpc.api import GroupKind
 from kvgrpc.engines.vllm.memory import Form
 from kvgrpc.engines.vllm.ports import Groups
+from kvgrpc.transfer.layout import MAX_FORM_BYTES
 
 WITHOUT = "start vLLM with --disable-hybrid-kv-cache-manager, which keeps everything for such layers"
 """The way out for windows and chunked attention beside full attention; there is none for states."""
-
-
-MOST_FORM = 1024
-"""Characters of a stored form in the protocol."""
 
 
 class UnsupportedError(ValueError):
@@ -46,7 +43,7 @@ def check_groups(groups: Sequence[Any], speculative: Any) -> None:
 
 def check_form(stored_form: str) -> None:
     """Raises UnsupportedError for a model of more groups than the protocol has room for in an identity."""
-    if len(stored_form) > MOST_FORM:
+    if len(stored_form) > MAX_FORM_BYTES:
         raise UnsupportedError(
             f"kvgrpc: this model has {stored_form.count('+') + 1} KV cache groups, which is more than an identity has "
             f"room for; {WITHOUT}"
