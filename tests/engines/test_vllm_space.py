@@ -78,6 +78,8 @@ def facts(
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
+            pooler_config=changes.get("pooler"),
+            is_prefix_caching_supported=changes.get("prefixes", True),
         ),
     )
     kv = Config(kv_cache_groups=groups, num_blocks=10, kv_cache_layout="LBHNC", hash_block_size=32)
@@ -218,6 +220,9 @@ def test_parallel_places():
     [
         ({"dcp": 2}, "decode_context_parallel_size is 2"),
         ({"pcp": 2}, "prefill_context_parallel_size is 2"),
+        ({"kinds": (spec(non_causal=True),)}, "non-causal"),
+        ({"kinds": (spec(), spec(non_causal=True))}, "non-causal"),
+        ({"pooler": Config(seq_pooling_type="MEAN", tok_pooling_type="ALL"), "prefixes": False}, "pooling .*MEAN"),
         ({"kinds": (spec(), UNALIGNED)}, "mamba_cache_mode 'align' only, not with 'none'"),
         ({"kinds": (spec(UniformTypeKVCacheSpecs),)}, "kind UniformTypeKVCacheSpecs are not supported"),
         ({"kinds": (spec(), WINDOW), "speculative": speculative("eagle")}, "speculative decoding by eagle"),
@@ -230,6 +235,11 @@ def test_parallel_places():
 def test_what_cannot_be_served_is_refused_by_name(wrong: dict[str, Any], said: str):
     with pytest.raises(UnsupportedError, match=said):
         facts(**wrong)
+
+
+def test_a_model_that_pools_its_last_token_is_served():
+    assert facts(pooler=Config(seq_pooling_type="LAST", tok_pooling_type="ALL")).identity == facts().identity
+    assert facts(prefixes=False).identity == facts().identity  # generates, and vLLM's own cache is no measure
 
 
 def test_hashes_that_differ_in_each_process_are_not_used():

@@ -17,7 +17,15 @@ from typing import Any
 from kvgrpc.api import OWN_HASH_ALGORITHM
 from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import SpaceIdentity
-from kvgrpc.engines.vllm.groups import UnsupportedError, check_form, check_groups, groups_of, kind_of, name_of
+from kvgrpc.engines.vllm.groups import (
+    UnsupportedError,
+    check_form,
+    check_groups,
+    check_pooling,
+    groups_of,
+    kind_of,
+    name_of,
+)
 from kvgrpc.engines.vllm.memory import Form
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.transfer.layout import stored_form
@@ -53,6 +61,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
     device = str(config.device_config.device_type)
     check_groups(kv_config.kv_cache_groups, config.speculative_config)
+    check_pooling(config.model_config)
     is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
