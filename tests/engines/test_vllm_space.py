@@ -60,8 +60,11 @@ def facts(
     config = Config(
         parallel_config=Config(**parallel),
         cache_config=Config(
-            prefix_caching_hash_algo=changes.get("algorithm", "sha256"), cache_dtype=changes.get("kv", "auto")
+            prefix_caching_hash_algo=changes.get("algorithm", "sha256"),
+            cache_dtype=changes.get("kv", "auto"),
+            kv_cache_dtype_skip_layers=changes.get("unquantized", []),
         ),
+        load_config=Config(load_format=changes.get("load", "auto")),
         device_config=Config(device_type=changes.get("device", "cpu")),
         kv_transfer_config=Config(engine_id="e" * 32),
         speculative_config=changes.get("speculative"),
@@ -71,6 +74,11 @@ def facts(
             revision=changes.get("revision"),
             dtype="torch.bfloat16",
             quantization=None,
+            quantization_config=changes.get("quantized"),
+            architectures=changes.get("architectures", ["OneForCausalLM"]),
+            hf_config_path=changes.get("config_path"),
+            hf_overrides=changes.get("overrides", {}),
+            code_revision=changes.get("code"),
             max_model_len=changes.get("longest", 4096),
             original_max_model_len=changes.get("asked", changes.get("longest")),
             multimodal_config=changes.get("media"),
@@ -122,6 +130,16 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"asked": -1},
         {"generation": {"attn_temperature_tuning": True}},
         {"media": Config(mm_processor_kwargs={"do_rescale": False})},
+        {"media": Config(media_io_kwargs={"video": {"num_frames": 8}})},
+        {"media": Config(video_pruning_rate=0.5, video_pruning_method="evs")},  # other tokens of a video are left
+        {"media": Config(mm_encoder_attn_dtype="fp8")},
+        {"overrides": {"vision_feature_layer": -1}},
+        {"architectures": ["OtherForCausalLM"]},
+        {"config_path": "/elsewhere"},
+        {"code": "abc"},
+        {"quantized": {"ignore": ["lm_head"]}},
+        {"unquantized": ["3"]},
+        {"load": "dummy"},
         {"kv": "fp8"},
         {"tp": 2},
         {"algorithm": "sha256_cbor"},
@@ -145,10 +163,30 @@ def test_a_length_that_vllm_fits_to_the_memory_is_no_part_of_the_space():
     assert facts(generation={"temperature": 0.5}).identity == facts().identity
 
 
+def test_what_is_noted_in_a_configuration_is_no_part_of_the_space():
+    """Workers note it while they load the model, in processes of their own; and a copy lies elsewhere."""
+    noted = '{"rope": 2, "dtype": "%s", "architectures": %s, "_name_or_path": "%s", "sub": [{"torch_dtype": "%s"}]}'
+    usual, loaded = noted % ("float16", "null", "/one", "a"), noted % ("float32", '["B"]', "/two", "b")
+    assert facts(text=usual).identity == facts(text=loaded).identity != facts(text='{"rope": 3}').identity
+
+
+def test_how_weights_get_into_memory_is_no_part_of_the_space():
+    assert facts(load="runai_streamer").identity == facts().identity
+
+
+def test_a_changed_configuration_by_a_function_has_one_space_in_all_processes():
+    assert len({facts(overrides=lambda hf: hf).identity for _ in range(2)}) == 1
+
+
 def test_images_that_are_processed_alike_have_one_space():
     ways = [{"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}]
     assert len({facts(media=Config(mm_processor_kwargs=way)).identity for way in ways}) == 1
-    usual = [None, Config(mm_processor_kwargs=None), Config(mm_processor_kwargs={})]
+    usual: list[Any] = [
+        None,
+        Config(mm_processor_kwargs=None, video_pruning_method="evs"),
+        Config(mm_processor_kwargs={}),
+    ]
+    usual.append(Config(video_pruning_rate=0.0, video_pruning_method="vidcom2", media_io_kwargs={}))
     assert len({facts(media=media).identity for media in usual}) == 1
 
 
@@ -171,6 +209,14 @@ def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
     weights.write_bytes(b"2" * 9)
     assert facts(model=str(tmp_path)).identity != before
     assert facts(model=str(tmp_path), namespace="n").identity == facts(model="elsewhere", namespace="n").identity
+
+
+def test_a_file_of_weights_that_was_replaced_is_another(tmp_path: Path):
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"1" * 8)
+    before = facts(model=str(weights)).identity
+    weights.write_bytes(b"2" * 9)
+    assert facts(model=str(weights)).identity != before
 
 
 def test_groups_of_hybrid_models():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,24 @@ def test_a_drafter(llama: str, empty: Served, tmp_path: Path):
     drafter = {"method": "eagle", "num_speculative_tokens": 3, "model": str(make_eagle(tmp_path / "drafter"))}
     with engine_process(llama, empty.address, tmp_path / "1", speculative_config=drafter) as engine:
         check_next_turn(engine, check(engine), 480)
+
+
+def test_a_copy_of_the_model_elsewhere_under_one_namespace(llama: str, empty: Served, tmp_path: Path):
+    copy = shutil.copytree(llama, tmp_path / "copy")
+    shared = {"extra": {"namespace": "ours"}}
+    with engine_process(llama, empty.address, tmp_path / "1", **shared) as engine:
+        words = check(engine)
+    with engine_process(str(copy), empty.address, tmp_path / "2", **shared) as engine:
+        (said,) = engine.say(A)
+        assert (said.tokens, said.cached) == (words[0], 448)
+
+
+def test_a_model_that_changes_its_configuration_while_it_is_loaded(llama: str, empty: Served, tmp_path: Path):
+    """As transformers' own implementation does; the scheduler's half is in another process, and does not see it."""
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    options = {"model_impl": "transformers", "dtype": "float32", "variables": changes}
+    with engine_process(llama, empty.address, tmp_path / "1", **options) as engine:
+        check(engine)
 
 
 def test_two_connectors(llama: str, empty: Served, tmp_path: Path):
