@@ -49,7 +49,7 @@ def facts(
     *, kinds: tuple[Any, ...] = (), namespace: str = "", hashes: str = "auto", seed: str | None = None, **changes: Any
 ) -> Facts:
     groups = [Config(kv_cache_spec=each, layer_names=["a", "b"]) for each in kinds or (spec(),)]
-    text = Config(to_json_string=lambda use_diff: changes.get("text", "{}"))
+    text = Config(to_json_string=lambda use_diff: changes.get("text", "{}"), block_configs=changes.get("layers"))
     parallel = {
         "tensor_parallel_size": changes.get("tp", 1),
         "pipeline_parallel_size": changes.get("pp", 1),
@@ -68,6 +68,7 @@ def facts(
         device_config=Config(device_type=changes.get("device", "cpu")),
         kv_transfer_config=Config(engine_id="e" * 32),
         speculative_config=changes.get("speculative"),
+        num_prefill_lookahead_tokens=changes.get("ahead", 0),
         attention_config=Config(backend=changes.get("backend")),
         model_config=Config(
             model=changes.get("model", "org/model"),
@@ -86,6 +87,7 @@ def facts(
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
+            model_arch_config=Config(total_num_attention_heads=64),
             pooler_config=changes.get("pooler"),
             is_prefix_caching_supported=changes.get("prefixes", True),
         ),
@@ -94,12 +96,11 @@ def facts(
     return facts_of(config, kv, namespace, hashes, seed, changes.get("version", "0.32.0"))
 
 
-def speculative(method: str, drafter: str = "org/drafter") -> Any:
+def speculative(method: str, drafter: str = "org/drafter", heads: int = 2) -> Any:
     return Config(
         method=method,
-        use_eagle=lambda: method == "eagle",
         uses_draft_kv_cache=lambda: method != "ngram",
-        draft_model_config=Config(model=drafter, revision=None),
+        draft_model_config=Config(model=drafter, revision=None, get_total_num_kv_heads=lambda: heads),
     )
 
 
@@ -195,10 +196,6 @@ def test_layers_of_a_drafter_are_part_of_the_blocks():
     drafted.append(facts(speculative=speculative("draft_model", "org/one")).identity)
     assert len({facts().identity, *drafted}) == 4
     assert facts(speculative=speculative("ngram")).identity == facts().identity
-    assert (facts(speculative=speculative("eagle")).volatile, facts(speculative=speculative("ngram")).volatile) == (
-        True,
-        False,
-    )
 
 
 def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
@@ -249,6 +246,16 @@ def test_ranks_of_hybrid_models_never_share_objects():
     ]
     mixed = facts(kinds=(spec(MLAAttentionSpec), STATE), tp=2, rank=1).strategy
     assert (mixed.kv_rank, mixed.kv_world_size) == (1, 2)
+
+
+def test_ranks_share_the_heads_that_all_layers_share():
+    """Two of four ranks hold the same of a layer with two heads, but not of one with four."""
+    drafted = facts(tp=4, rank=3, heads=2, speculative=speculative("eagle", heads=4)).strategy
+    assert (drafted.kv_rank, drafted.kv_world_size) == (3, 4)
+    assert facts(tp=4, rank=3, heads=2, speculative=speculative("eagle", heads=1)).strategy.kv_world_size == 2
+    assert facts(tp=4, rank=3, heads=2, speculative=speculative("ngram", heads=4)).strategy.kv_world_size == 2
+    layers = [Config(attention=Config(n_heads_in_group=each)) for each in (32, None, 16)] + [Config(attention=None)]
+    assert facts(tp=4, rank=3, heads=2, layers=layers).strategy.kv_world_size == 4
 
 
 def test_parallel_places():

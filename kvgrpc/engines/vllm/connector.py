@@ -184,7 +184,7 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
             lookup_block_s=options.lookup_block_ms / 1000,
             store_share=options.store_share,
             store_generated=options.store_generated,
-            volatile=facts.volatile,
+            ahead=facts.ahead,
         )
         nodes = nodes_of(facts.strategy, len(self._addresses)) if self._addresses else ()
         self._clients = tuple(

@@ -56,7 +56,7 @@ class Facts:
     groups: Groups
     hash_block_size: int
     own_hashes: bool
-    volatile: bool
+    ahead: int
     strategy: ParallelStrategy
     notes: tuple[str, ...] = ()
     """To be said once in the log."""
@@ -91,7 +91,6 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         hash_algorithm=algorithm,
         stored_form=stored_form([form.group() for form in forms]),
     )
-    speculative = config.speculative_config
     return Facts(
         engine_id=str(config.kv_transfer_config.engine_id),
         identity=identity,
@@ -99,7 +98,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         groups=groups,
         hash_block_size=int(kv_config.hash_block_size or groups.block_size),
         own_hashes=own_hashes,
-        volatile=bool(speculative is not None and speculative.use_eagle()),
+        ahead=int(config.num_prefill_lookahead_tokens),
         strategy=strategy,
         notes=notes,
     )
@@ -158,11 +157,24 @@ def _strategy(config: Any, is_mla: bool, hybrid: bool) -> ParallelStrategy:
     differ, and states are never the same."""
     parallel = config.parallel_config
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    heads = None if is_mla or hybrid else int(config.model_config.get_total_num_kv_heads())
+    heads = None if is_mla or hybrid else _heads(config)
     try:
         return ParallelStrategy(is_mla, tp * pp, int(parallel.rank) % (tp * pp), tp, pp, heads)
     except ValueError as error:
         raise UnsupportedError(f"kvgrpc: {error}") from error
+
+
+def _heads(config: Any) -> int:
+    """KV heads of the layers that have most of them: ranks that hold the same heads of those do so of all."""
+    model, speculative = config.model_config, config.speculative_config
+    counts = [int(model.get_total_num_kv_heads())]
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        counts.append(int(speculative.draft_model_config.get_total_num_kv_heads()))
+    for block in getattr(model.hf_text_config, "block_configs", None) or ():  # vLLM counts the first one's
+        group = getattr(getattr(block, "attention", None), "n_heads_in_group", None)
+        if group:
+            counts.append(model.model_arch_config.total_num_attention_heads // int(group))
+    return max(counts)
 
 
 def _layout_digest(config: Any, spec: Any, device: str) -> str:
