@@ -291,6 +291,9 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return self._of_scheduler.busy
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """A MultiConnector hands on what its other connectors have for each other."""
+
     def reset_cache(self) -> bool:
         """Nothing that was stored before is found again, by any engine of the same space."""
         self._of_scheduler.reset()

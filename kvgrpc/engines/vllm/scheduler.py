@@ -155,6 +155,7 @@ class Scheduler:
 
     def _asks(self, tracked: Tracked) -> bool:
         never = self.unusable or tracked.load_failed or not tracked.cacheable
+        never = never or tracked.request.skip_reading_prefix_cache
         return not never and not tracked.wish.policy.no_lookup and tracked.wish.load_most >= self._terms.block_size
 
     def _try(self, tracked: Tracked) -> Found | None:
