@@ -31,7 +31,14 @@ from redis._parsers import Encoder, _HiredisParser  # pyright: ignore[reportPriv
 from redis.backoff import ExponentialBackoff
 from redis.cluster import RedisCluster
 from redis.connection import PythonRespSerializer
-from redis.exceptions import ConnectionError, OutOfMemoryError, RedisClusterException, RedisError, TimeoutError
+from redis.exceptions import (
+    ConnectionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    TimeoutError,
+)
 from redis.retry import Retry
 
 from kvgrpc.core.types import ObjectName
@@ -44,7 +51,8 @@ PIECE_BYTES = 1 << 20
 GROUP = 8
 """Pieces of an object that travel in one pipeline."""
 RETRIES = 2
-"""Of a command that met a dropped connection."""
+"""Of a command that met a dropped connection, or a server that has become a replica: each on a new connection, since
+the address may be another server's by now."""
 VERSIONS_KEY = "kvgrpc:{versions}"
 ERRORS = (RedisError, RedisClusterException, OSError, BufferError)
 
@@ -124,7 +132,7 @@ def connect(url: str, deadline_s: float, login: Login = NO_LOGIN) -> Any:
         "socket_connect_timeout": min(2.0, deadline_s),
         "socket_read_size": PIECE_BYTES,
         "command_packer": PythonRespSerializer(6000, _ENCODE),  # copies no large value
-        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError,)),
+        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), RETRIES, (ConnectionError, ReadOnlyError)),
     }
     if login.ca is not None and tls:
         options["ssl_ca_certs"] = str(login.ca)

@@ -33,6 +33,7 @@ class FakeRequest:
         self.num_prompt_tokens = tokens
         self.cache_salt: str | None = facts.get("salt")
         self.kv_transfer_params: dict[str, object] | None = facts.get("params")
+        self.skip_reading_prefix_cache: bool = facts.get("computes_all", False)
 
     @property
     def num_tokens(self) -> int:

@@ -116,3 +116,15 @@ def test_an_end_in_mid_lookup_keeps_nothing_of_the_request():
     finally:
         gc.enable()
     assert (d.scheduler.tracked, d.client.given_back) == (0, ["all of r"])
+
+
+def test_a_request_whose_every_token_is_computed_pins_nothing():
+    """With logprobs of its prompt, say: vLLM asks all the same, and takes nothing. It gets its blocks before an answer
+    is there, and what was pinned would stay until it ends."""
+    d = desk()
+    d.client.silent, d.client.hit = True, 96
+    request = d.arrive("r", 100, computes_all=True)
+    assert d.scheduler.matched(request, 0) == (0, False)
+    d.scheduler.allocated(request, 0)
+    assert d.client.asked == []
+    assert [save.end for save in d.scheduler.step([("r", 100)]).saves] == [96]

@@ -230,14 +230,30 @@ def test_drafts_are_not_saved():
     assert save.end == 32
 
 
-def test_the_last_chunk_of_a_drafter_waits():
-    d = desk(volatile=True)
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_last_chunk_of_a_drafter_waits(ahead: int):
+    """Until all tokens are known that its layers read."""
+    d = desk(ahead=ahead)
     request = d.arrive("r", 64)
-    (save,) = d.scheduler.step([("r", 64)]).saves
-    assert save.end == 32
-    request.all_token_ids.append(7)
-    (save,) = d.scheduler.step([("r", 65)]).saves
+    for at in range(ahead):
+        saved = [save.end for save in d.scheduler.step([("r", 64 + at)]).saves]
+        assert saved == ([] if at else [32])
+        request.all_token_ids.append(7)
+    (save,) = d.scheduler.step([("r", 64 + ahead)]).saves
     assert (save.start, save.end) == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "hit", "loaded"), [(1, 64, 48), (1, 160, 128), (16, 64, 48), (17, 64, 32), (1, 0, 0)]
+)
+def test_the_end_of_a_hit_is_computed_anew_for_a_drafter(ahead: int, hit: int, loaded: int):
+    """Its layers have read tokens behind the hit when they made it: those of whoever stored it. Of a whole prompt (160)
+    the last block is computed anyway."""
+    d = desk(ahead=ahead)
+    d.client.hit = hit
+    request = d.arrive("r", 160)
+    assert d.scheduler.matched(request, 0) == (loaded, loaded > 0)
+    assert d.scheduler.matched(request, 32) == ((loaded - 32, True) if loaded > 32 else (0, False))
 
 
 def test_blocks_are_held_until_every_worker_has_let_go():

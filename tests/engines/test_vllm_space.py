@@ -49,7 +49,7 @@ def facts(
     *, kinds: tuple[Any, ...] = (), namespace: str = "", hashes: str = "auto", seed: str | None = None, **changes: Any
 ) -> Facts:
     groups = [Config(kv_cache_spec=each, layer_names=["a", "b"]) for each in kinds or (spec(),)]
-    text = Config(to_json_string=lambda use_diff: changes.get("text", "{}"))
+    text = Config(to_json_string=lambda use_diff: changes.get("text", "{}"), block_configs=changes.get("layers"))
     parallel = {
         "tensor_parallel_size": changes.get("tp", 1),
         "pipeline_parallel_size": changes.get("pp", 1),
@@ -60,17 +60,26 @@ def facts(
     config = Config(
         parallel_config=Config(**parallel),
         cache_config=Config(
-            prefix_caching_hash_algo=changes.get("algorithm", "sha256"), cache_dtype=changes.get("kv", "auto")
+            prefix_caching_hash_algo=changes.get("algorithm", "sha256"),
+            cache_dtype=changes.get("kv", "auto"),
+            kv_cache_dtype_skip_layers=changes.get("unquantized", []),
         ),
+        load_config=Config(load_format=changes.get("load", "auto")),
         device_config=Config(device_type=changes.get("device", "cpu")),
         kv_transfer_config=Config(engine_id="e" * 32),
         speculative_config=changes.get("speculative"),
+        num_prefill_lookahead_tokens=changes.get("ahead", 0),
         attention_config=Config(backend=changes.get("backend")),
         model_config=Config(
             model=changes.get("model", "org/model"),
             revision=changes.get("revision"),
             dtype="torch.bfloat16",
             quantization=None,
+            quantization_config=changes.get("quantized"),
+            architectures=changes.get("architectures", ["OneForCausalLM"]),
+            hf_config_path=changes.get("config_path"),
+            hf_overrides=changes.get("overrides", {}),
+            code_revision=changes.get("code"),
             max_model_len=changes.get("longest", 4096),
             original_max_model_len=changes.get("asked", changes.get("longest")),
             multimodal_config=changes.get("media"),
@@ -78,18 +87,20 @@ def facts(
             hf_text_config=text,
             hf_config=text,
             get_total_num_kv_heads=lambda: changes.get("heads", 2),
+            model_arch_config=Config(total_num_attention_heads=64),
+            pooler_config=changes.get("pooler"),
+            is_prefix_caching_supported=changes.get("prefixes", True),
         ),
     )
     kv = Config(kv_cache_groups=groups, num_blocks=10, kv_cache_layout="LBHNC", hash_block_size=32)
     return facts_of(config, kv, namespace, hashes, seed, changes.get("version", "0.32.0"))
 
 
-def speculative(method: str, drafter: str = "org/drafter") -> Any:
+def speculative(method: str, drafter: str = "org/drafter", heads: int = 2) -> Any:
     return Config(
         method=method,
-        use_eagle=lambda: method == "eagle",
         uses_draft_kv_cache=lambda: method != "ngram",
-        draft_model_config=Config(model=drafter, revision=None),
+        draft_model_config=Config(model=drafter, revision=None, get_total_num_kv_heads=lambda: heads),
     )
 
 
@@ -120,6 +131,16 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"asked": -1},
         {"generation": {"attn_temperature_tuning": True}},
         {"media": Config(mm_processor_kwargs={"do_rescale": False})},
+        {"media": Config(media_io_kwargs={"video": {"num_frames": 8}})},
+        {"media": Config(video_pruning_rate=0.5, video_pruning_method="evs")},  # other tokens of a video are left
+        {"media": Config(mm_encoder_attn_dtype="fp8")},
+        {"overrides": {"vision_feature_layer": -1}},
+        {"architectures": ["OtherForCausalLM"]},
+        {"config_path": "/elsewhere"},
+        {"code": "abc"},
+        {"quantized": {"ignore": ["lm_head"]}},
+        {"unquantized": ["3"]},
+        {"load": "dummy"},
         {"kv": "fp8"},
         {"tp": 2},
         {"algorithm": "sha256_cbor"},
@@ -143,10 +164,30 @@ def test_a_length_that_vllm_fits_to_the_memory_is_no_part_of_the_space():
     assert facts(generation={"temperature": 0.5}).identity == facts().identity
 
 
+def test_what_is_noted_in_a_configuration_is_no_part_of_the_space():
+    """Workers note it while they load the model, in processes of their own; and a copy lies elsewhere."""
+    noted = '{"rope": 2, "dtype": "%s", "architectures": %s, "_name_or_path": "%s", "sub": [{"torch_dtype": "%s"}]}'
+    usual, loaded = noted % ("float16", "null", "/one", "a"), noted % ("float32", '["B"]', "/two", "b")
+    assert facts(text=usual).identity == facts(text=loaded).identity != facts(text='{"rope": 3}').identity
+
+
+def test_how_weights_get_into_memory_is_no_part_of_the_space():
+    assert facts(load="runai_streamer").identity == facts().identity
+
+
+def test_a_changed_configuration_by_a_function_has_one_space_in_all_processes():
+    assert len({facts(overrides=lambda hf: hf).identity for _ in range(2)}) == 1
+
+
 def test_images_that_are_processed_alike_have_one_space():
     ways = [{"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}]
     assert len({facts(media=Config(mm_processor_kwargs=way)).identity for way in ways}) == 1
-    usual = [None, Config(mm_processor_kwargs=None), Config(mm_processor_kwargs={})]
+    usual: list[Any] = [
+        None,
+        Config(mm_processor_kwargs=None, video_pruning_method="evs"),
+        Config(mm_processor_kwargs={}),
+    ]
+    usual.append(Config(video_pruning_rate=0.0, video_pruning_method="vidcom2", media_io_kwargs={}))
     assert len({facts(media=media).identity for media in usual}) == 1
 
 
@@ -155,10 +196,6 @@ def test_layers_of_a_drafter_are_part_of_the_blocks():
     drafted.append(facts(speculative=speculative("draft_model", "org/one")).identity)
     assert len({facts().identity, *drafted}) == 4
     assert facts(speculative=speculative("ngram")).identity == facts().identity
-    assert (facts(speculative=speculative("eagle")).volatile, facts(speculative=speculative("ngram")).volatile) == (
-        True,
-        False,
-    )
 
 
 def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
@@ -169,6 +206,14 @@ def test_weights_that_were_replaced_under_one_path_are_others(tmp_path: Path):
     weights.write_bytes(b"2" * 9)
     assert facts(model=str(tmp_path)).identity != before
     assert facts(model=str(tmp_path), namespace="n").identity == facts(model="elsewhere", namespace="n").identity
+
+
+def test_a_file_of_weights_that_was_replaced_is_another(tmp_path: Path):
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"1" * 8)
+    before = facts(model=str(weights)).identity
+    weights.write_bytes(b"2" * 9)
+    assert facts(model=str(weights)).identity != before
 
 
 def test_groups_of_hybrid_models():
@@ -203,6 +248,16 @@ def test_ranks_of_hybrid_models_never_share_objects():
     assert (mixed.kv_rank, mixed.kv_world_size) == (1, 2)
 
 
+def test_ranks_share_the_heads_that_all_layers_share():
+    """Two of four ranks hold the same of a layer with two heads, but not of one with four."""
+    drafted = facts(tp=4, rank=3, heads=2, speculative=speculative("eagle", heads=4)).strategy
+    assert (drafted.kv_rank, drafted.kv_world_size) == (3, 4)
+    assert facts(tp=4, rank=3, heads=2, speculative=speculative("eagle", heads=1)).strategy.kv_world_size == 2
+    assert facts(tp=4, rank=3, heads=2, speculative=speculative("ngram", heads=4)).strategy.kv_world_size == 2
+    layers = [Config(attention=Config(n_heads_in_group=each)) for each in (32, None, 16)] + [Config(attention=None)]
+    assert facts(tp=4, rank=3, heads=2, layers=layers).strategy.kv_world_size == 4
+
+
 def test_parallel_places():
     ranks = [facts(tp=2, pp=2, rank=rank).strategy.kv_rank for rank in range(4)]
     assert ranks == [0, 1, 2, 3]
@@ -218,6 +273,9 @@ def test_parallel_places():
     [
         ({"dcp": 2}, "decode_context_parallel_size is 2"),
         ({"pcp": 2}, "prefill_context_parallel_size is 2"),
+        ({"kinds": (spec(non_causal=True),)}, "non-causal"),
+        ({"kinds": (spec(), spec(non_causal=True))}, "non-causal"),
+        ({"pooler": Config(seq_pooling_type="MEAN", tok_pooling_type="ALL"), "prefixes": False}, "pooling .*MEAN"),
         ({"kinds": (spec(), UNALIGNED)}, "mamba_cache_mode 'align' only, not with 'none'"),
         ({"kinds": (spec(UniformTypeKVCacheSpecs),)}, "kind UniformTypeKVCacheSpecs are not supported"),
         ({"kinds": (spec(), WINDOW), "speculative": speculative("eagle")}, "speculative decoding by eagle"),
@@ -230,6 +288,11 @@ def test_parallel_places():
 def test_what_cannot_be_served_is_refused_by_name(wrong: dict[str, Any], said: str):
     with pytest.raises(UnsupportedError, match=said):
         facts(**wrong)
+
+
+def test_a_model_that_pools_its_last_token_is_served():
+    assert facts(pooler=Config(seq_pooling_type="LAST", tok_pooling_type="ALL")).identity == facts().identity
+    assert facts(prefixes=False).identity == facts().identity  # generates, and vLLM's own cache is no measure
 
 
 def test_hashes_that_differ_in_each_process_are_not_used():

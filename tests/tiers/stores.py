@@ -97,7 +97,8 @@ def moto(folder: Path, **environment: str) -> Iterator[Moto]:
 
 
 class Proxy:
-    """Between a tier and its server, on the test's loop. Steered by: ``answer`` (said to every request, and the server
+    """Between a tier and its server, on the test's loop. Steered by: ``behind`` (the server's port, for connections to
+    come), ``answer`` (said to every request, and the server
     is not asked), ``cut_after`` (bytes of answers on a connection, then it is closed), ``bytes_per_s`` of answers,
     ``byte_s`` (answers come byte by byte, each after so long), ``flip_at`` (that byte of the answers on a connection
     has a bit flipped). Counts ``requests`` that ``answer`` was said to, and
@@ -105,7 +106,7 @@ class Proxy:
     """
 
     def __init__(self, behind: int) -> None:
-        self._behind = behind
+        self.behind = behind
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.answer: bytes | None = None
@@ -149,7 +150,7 @@ class Proxy:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # what is slow here is slow there
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self._behind))
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.behind))
         there, back = await asyncio.open_connection(sock=sock)
         up = asyncio.ensure_future(self._pump(reader, back, answers=False))
         try:

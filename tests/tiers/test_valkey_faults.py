@@ -45,6 +45,24 @@ async def test_answers_that_come_byte_by_byte_keep_no_thread(store: Keys) -> Non
         assert time.monotonic() - began < 20, "three times a second, on a busy machine; the object needs two days"
 
 
+@pytest.mark.parametrize("size_bytes", [8, SIZE])
+async def test_a_server_that_became_a_replica_is_left_for_its_successor(
+    store: Keys, tmp_path: Path, size_bytes: int
+) -> None:
+    """Behind one address, as managed services and Services of Kubernetes have it: the old one goes on answering on its
+    connections, but takes no writes."""
+    (tmp_path / "next").mkdir()
+    with keys(tmp_path / "next", valkey_program()) as successor:
+        async with Proxy(store.port) as proxy:
+            tier = ValkeyTier(f"valkey://127.0.0.1:{proxy.port}", TTL_MS, 10.0)
+            await write(tier, "a", size_bytes)
+            store.client().replicaof("127.0.0.1", successor.port)
+            proxy.behind = successor.port
+            b = await write(tier, "b", size_bytes)
+            assert await read(tier, b) == data("b", size_bytes)
+            await tier.close()
+
+
 async def test_what_did_not_fit_leaves_no_pieces(store: Keys) -> None:
     """Else a server that refuses writes when it is full fills with what nobody can read."""
     tier, client = ValkeyTier(store.url, TTL_MS, 30.0), store.client()

@@ -199,11 +199,18 @@ def test_wishes_of_a_request(bench: Bench):
     assert [each.tokens for each in (nothing, some, less, none)] == [cold, cold, behind_96, cold]
 
 
-def test_an_offer_that_vllm_does_not_take_gives_its_pins_back(bench: Bench):
+def test_nothing_is_looked_up_for_a_request_whose_every_token_is_computed(bench: Bench):
     """With log-probabilities of the prompt vLLM computes all of it."""
     bench.cold(A)
     bench.say(A)
     bench.forget()
+    before = bench.status().counters["lookups"]
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     (output,) = bench.engine.llm.generate([{"prompt_token_ids": A}], sampling, use_tqdm=False)
-    assert output.num_cached_tokens == 0
+    assert (output.num_cached_tokens, len(output.prompt_logprobs)) == (0, 500)
+    assert bench.status().counters["lookups"] == before
+
+
+def test_what_other_connectors_of_a_pipeline_tell_each_other_does_not_concern_this_one(bench: Bench):
+    """A MultiConnector tells all; vLLM's own answer is an exception, for a stage behind the first."""
+    bench.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})

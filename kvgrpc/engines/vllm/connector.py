@@ -184,7 +184,7 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
             lookup_block_s=options.lookup_block_ms / 1000,
             store_share=options.store_share,
             store_generated=options.store_generated,
-            volatile=facts.volatile,
+            ahead=facts.ahead,
         )
         nodes = nodes_of(facts.strategy, len(self._addresses)) if self._addresses else ()
         self._clients = tuple(
@@ -290,6 +290,9 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._of_scheduler.busy
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """A MultiConnector hands on what its other connectors have for each other."""
 
     def reset_cache(self) -> bool:
         """Nothing that was stored before is found again, by any engine of the same space."""

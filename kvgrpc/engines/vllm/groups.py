@@ -28,6 +28,11 @@ def check_groups(groups: Sequence[Any], speculative: Any) -> None:
     kinds = [kind_of(group.kv_cache_spec) for group in groups]
     if not kinds:
         raise UnsupportedError("kvgrpc: this model has no KV cache")
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups):
+        raise UnsupportedError(
+            "kvgrpc: this model has non-causal attention (a prefix LM): the KV of a prefix depends on what follows it, "
+            "so that other prompts cannot have it"
+        )
     if len(kinds) == 1 and kinds[0][0] is GroupKind.FULL:
         return
     names = ", ".join(sorted({name_of(group.kv_cache_spec) for group in groups}))
@@ -38,6 +43,16 @@ def check_groups(groups: Sequence[Any], speculative: Any) -> None:
         raise UnsupportedError(
             f"kvgrpc: {hybrid}, and speculative decoding by {speculative.method}, which are not supported together"
             f"{way_out}"
+        )
+
+
+def check_pooling(model: Any) -> None:
+    """Raises UnsupportedError where vLLM pools over all tokens: it must compute all, and ends when one was loaded."""
+    pooler = model.pooler_config
+    if pooler is not None and not model.is_prefix_caching_supported:
+        raise UnsupportedError(
+            f"kvgrpc: pooling by {pooler.seq_pooling_type}, {pooler.tok_pooling_type} needs every token of a prompt "
+            "to be computed, so that nothing can be loaded; start vLLM without the connector"
         )
 
 

@@ -26,6 +26,8 @@ class Request(Protocol):
     def cache_salt(self) -> str | None: ...
     @property
     def kv_transfer_params(self) -> dict[str, object] | None: ...
+    @property
+    def skip_reading_prefix_cache(self) -> bool: ...
 
 
 def chunk_keys(request: Request, chunk: int, hash_block_size: int, first: int, end: int) -> tuple[bytes, ...]:
@@ -70,7 +72,8 @@ class Groups:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What is the same for all requests. ``own_hashes``: the server hashes token ids, instead of taking vLLM's block
-    hashes. ``volatile``: the last chunk of a decoding request is not final yet (EAGLE, MTP)."""
+    hashes. ``ahead``: how many tokens a drafter's layers read ahead (EAGLE, MTP): the KV of so many last tokens, of a
+    decoding request and of a hit, depends on those that follow."""
 
     groups: Groups
     hash_block_size: int
@@ -80,7 +83,7 @@ class Terms:
     lookup_block_s: float = 0.2
     store_share: float = 0.25
     store_generated: bool = True
-    volatile: bool = False
+    ahead: int = 0
 
     @property
     def block_size(self) -> int:
@@ -89,5 +92,11 @@ class Terms:
 
     @property
     def unsure(self) -> int:
-        """Last tokens of a prompt that are computed, whatever was found: a drafter needs what comes before them."""
-        return self.block_size + 1 if self.volatile else int(not self.groups.again)
+        """Last tokens of a prompt that are computed, whatever was found."""
+        return 1 if self.ahead else int(not self.groups.again)
+
+    @property
+    def dropped(self) -> int:
+        """Tokens of a hit's end that are computed anew, by whole blocks, as vLLM does with its own hits: who stored
+        them may have gone on otherwise."""
+        return -(-self.ahead // self.block_size) * self.block_size

@@ -98,7 +98,8 @@ class Scheduler:
             tracked.result = self._wait(tracked)
         # vLLM's prefix ends at a block; of a prompt that is loaded as a whole it computes the last token
         block = self._terms.block_size
-        tokens = min(tracked.result.hit_tokens, self._loadable(tracked)) // block * block - computed
+        end = min(tracked.result.hit_tokens, self._loadable(tracked)) // block * block - self._terms.dropped
+        tokens = end - computed
         if tokens <= 0:
             return 0, False
         tracked.offer = (computed, tokens)
@@ -155,6 +156,7 @@ class Scheduler:
 
     def _asks(self, tracked: Tracked) -> bool:
         never = self.unusable or tracked.load_failed or not tracked.cacheable
+        never = never or tracked.request.skip_reading_prefix_cache
         return not never and not tracked.wish.policy.no_lookup and tracked.wish.load_most >= self._terms.block_size
 
     def _try(self, tracked: Tracked) -> Found | None:
@@ -275,7 +277,7 @@ class Scheduler:
         step.saves.append(save)
 
     def _final(self, tracked: Tracked, computed: int) -> int:
-        """Tokens whose KV is final after the step: no drafts, and not the last one where a drafter looks ahead."""
+        """Tokens whose KV is final after the step: no drafts, and not the last ones where a drafter reads ahead."""
         request = tracked.request
         known = request.num_tokens
         if not self._terms.own_hashes:
@@ -283,9 +285,7 @@ class Scheduler:
         if not self._terms.store_generated:
             known = min(known, request.num_prompt_tokens)
         final = min(computed, known)
-        if self._terms.volatile:
-            final = min(final, request.num_tokens - 1)
-        return final
+        return min(final, request.num_tokens - self._terms.ahead)
 
     def _count_stored(self, tracked: Tracked, hit_tokens: int) -> None:
         chunk = self._servers.chunk_tokens

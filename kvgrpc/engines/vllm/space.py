@@ -12,17 +12,35 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvgrpc.api import OWN_HASH_ALGORITHM
 from kvgrpc.client.parallel import ParallelStrategy
 from kvgrpc.core.types import SpaceIdentity
-from kvgrpc.engines.vllm.groups import UnsupportedError, check_form, check_groups, groups_of, kind_of, name_of
+from kvgrpc.engines.vllm.groups import (
+    UnsupportedError,
+    check_form,
+    check_groups,
+    check_pooling,
+    groups_of,
+    kind_of,
+    name_of,
+)
 from kvgrpc.engines.vllm.memory import Form
 from kvgrpc.engines.vllm.ports import Groups
 from kvgrpc.transfer.layout import stored_form
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.json")
+MEDIA = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "video_pruning_rate",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+)
+"""Of vLLM's options for images and the like, those that change what its layers see; none of them is usual."""
+NOTED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+"""See ``_architecture``."""
 SEEDLESS = "xxhash"
 """Block hashes of this family begin with random bytes in each process unless PYTHONHASHSEED is set."""
 
@@ -38,7 +56,7 @@ class Facts:
     groups: Groups
     hash_block_size: int
     own_hashes: bool
-    volatile: bool
+    ahead: int
     strategy: ParallelStrategy
     notes: tuple[str, ...] = ()
     """To be said once in the log."""
@@ -53,6 +71,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
     device = str(config.device_config.device_type)
     check_groups(kv_config.kv_cache_groups, config.speculative_config)
+    check_pooling(config.model_config)
     is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
@@ -72,7 +91,6 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         hash_algorithm=algorithm,
         stored_form=stored_form([form.group() for form in forms]),
     )
-    speculative = config.speculative_config
     return Facts(
         engine_id=str(config.kv_transfer_config.engine_id),
         identity=identity,
@@ -80,7 +98,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         groups=groups,
         hash_block_size=int(kv_config.hash_block_size or groups.block_size),
         own_hashes=own_hashes,
-        volatile=bool(speculative is not None and speculative.use_eagle()),
+        ahead=int(config.num_prefill_lookahead_tokens),
         strategy=strategy,
         notes=notes,
     )
@@ -139,11 +157,24 @@ def _strategy(config: Any, is_mla: bool, hybrid: bool) -> ParallelStrategy:
     differ, and states are never the same."""
     parallel = config.parallel_config
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    heads = None if is_mla or hybrid else int(config.model_config.get_total_num_kv_heads())
+    heads = None if is_mla or hybrid else _heads(config)
     try:
         return ParallelStrategy(is_mla, tp * pp, int(parallel.rank) % (tp * pp), tp, pp, heads)
     except ValueError as error:
         raise UnsupportedError(f"kvgrpc: {error}") from error
+
+
+def _heads(config: Any) -> int:
+    """KV heads of the layers that have most of them: ranks that hold the same heads of those do so of all."""
+    model, speculative = config.model_config, config.speculative_config
+    counts = [int(model.get_total_num_kv_heads())]
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        counts.append(int(speculative.draft_model_config.get_total_num_kv_heads()))
+    for block in getattr(model.hf_text_config, "block_configs", None) or ():  # vLLM counts the first one's
+        group = getattr(getattr(block, "attention", None), "n_heads_in_group", None)
+        if group:
+            counts.append(model.model_arch_config.total_num_attention_heads // int(group))
+    return max(counts)
 
 
 def _layout_digest(config: Any, spec: Any, device: str) -> str:
@@ -180,13 +211,35 @@ def _revision(config: Any, namespace: str) -> str:
     the program's part counts."""
     model = config.model_config
     hf = getattr(model, "hf_text_config", None) or model.hf_config
-    facts: list[object] = [str(model.dtype), str(model.quantization), hf.to_json_string(use_diff=False)]
+    facts: list[object] = [str(model.dtype), str(model.quantization), _said(model.quantization_config)]
+    facts += [_architecture(hf), *model.architectures, model.hf_config_path, model.code_revision]
+    facts += ["by a function" if callable(model.hf_overrides) else _said(model.hf_overrides)]
+    facts += [config.cache_config.kv_cache_dtype_skip_layers, str(config.load_config.load_format) == "dummy"]
     facts += [*_longest(model), _processing(model), *_drafter(config.speculative_config)]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     if namespace:
         return digest
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision or ""
     return f"{digest}/{commit}/{_weights(str(model.model))}"
+
+
+def _said(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _architecture(hf: Any) -> str:
+    """A model's configuration without what says nothing of its KV, or is a fact of its own: where it lies, and what
+    some models note in it while they are loaded, which the scheduler's half never sees."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in cast("list[Any]", value)]
+        if isinstance(value, dict):
+            named = cast("dict[str, Any]", value)
+            return {name: plain(each) for name, each in named.items() if name not in NOTED}
+        return value
+
+    return _said(plain(json.loads(hf.to_json_string(use_diff=False))))
 
 
 def _longest(model: Any) -> list[object]:
@@ -197,10 +250,13 @@ def _longest(model: Any) -> list[object]:
 
 
 def _processing(model: Any) -> str:
-    """What the engine adds to each request's own way to process images and the like: block hashes have the latter."""
+    """How the engine turns images and the like into what layers see, beside a request's own way: block hashes have the
+    latter."""
     media = model.multimodal_config
-    given: dict[str, Any] = (media.mm_processor_kwargs or {}) if media is not None else {}
-    return json.dumps(given, sort_keys=True, default=str)
+    given = {name: getattr(media, name, None) for name in MEDIA}
+    if given["video_pruning_rate"]:
+        given["video_pruning_method"] = media.video_pruning_method
+    return _said({name: value for name, value in given.items() if value})
 
 
 def _drafter(speculative: Any) -> list[object]:
@@ -212,10 +268,11 @@ def _drafter(speculative: Any) -> list[object]:
 
 
 def _weights(model: str) -> str:
-    """Of a local folder: names, sizes and times of its files, so that weights that were replaced are not mistaken."""
-    folder = Path(model)
-    if not folder.is_dir():
+    """Of a local folder or file: names, sizes and times of its files, so that weights that were replaced are not
+    mistaken."""
+    place = Path(model)
+    files = [place] if place.is_file() else sorted({path for pattern in WEIGHTS for path in place.glob(pattern)})
+    if not files:
         return ""
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
     facts = [(path.name, found.st_size, found.st_mtime_ns) for path in files for found in (path.stat(),)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
