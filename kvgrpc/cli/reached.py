@@ -14,12 +14,12 @@ from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
 TLS_HINT = (
-    " If it has TLS, name its CA with --ca-file; if you did, its certificate may be of another CA, expired, or of another"
-    " name, which --server-name says."
+    " If it has TLS, name its CA with --ca-file; if you did, its certificate may be of another CA, or expired, or"
+    " of another name, which --server-name says."
 )
 ACCESS_HINTS = {
     Reason.UNAUTHENTICATED: "\n  A command sends the token of --token-file.",
-    Reason.NOT_ALLOWED: "\n  `may` and `salts` in the server's file of tenants (--access) say what a tenant may call and name.",
+    Reason.NOT_ALLOWED: "\n  `may` and `salts` in the server's file of tenants (--access) say what is allowed.",
 }
 
 
