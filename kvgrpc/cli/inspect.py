@@ -100,7 +100,10 @@ def inspect(
 
 def read_tokens(file: TextIO) -> api.Tokens:
     """UsageError for what is no list of token ids."""
-    text = file.read(TOKENS_BYTES_MOST + 1)
+    try:
+        text = file.read(TOKENS_BYTES_MOST + 1)
+    except UnicodeDecodeError:
+        raise click.UsageError("TOKENS is no text") from None
     if len(text) > TOKENS_BYTES_MOST:
         raise click.UsageError(f"TOKENS is longer than {format_size(TOKENS_BYTES_MOST)}")
     if re.search(r"[A-Za-z]|\d\.\d|-\d", text):

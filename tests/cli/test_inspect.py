@@ -137,12 +137,13 @@ async def test_an_empty_cache_is_said_to_be_one(tmp_path: Path) -> None:
         (("-",), "", "TOKENS is empty"),
         (("-",), "hello", "something else than token ids"),
         (("-",), "1.5 2", "something else than token ids"),
+        (("-",), b"\xd0\x00\xff", "TOKENS is no text"),
         (("-",), "4294967296", "beyond 32 bits"),
         (("--hash", "xyz"), "", "hexadecimal"),
         (("--hash", "abcd"), "", "32 to 128 digits"),
     ],
 )
-def test_what_is_no_prompt_is_refused(arguments: tuple[str, ...], stdin: str, words: str) -> None:
+def test_what_is_no_prompt_is_refused(arguments: tuple[str, ...], stdin: str | bytes, words: str) -> None:
     done = CliRunner().invoke(main, ["inspect", *arguments], input=stdin)
     assert done.exit_code == 2
     assert words in done.output
