@@ -180,8 +180,11 @@ test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
 GPU_PY   ?= $(PY)
 GPU_TESTS = $(shell test $$(nvidia-smi -L | wc -l) -ge 2 && echo "gpu or gpus" || echo gpu)
 
-gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP)) ## tests and benchmark on a card; GPU_PY=python names another Python, JSON=FILE writes the figures
+.PHONY: card
+card:
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu needs an NVIDIA card, and nvidia-smi shows none here"; exit 1; }
+
+gpu: card $(if $(filter $(PY),$(GPU_PY)),$(STAMP)) ## tests and benchmark on a card; GPU_PY=python names another Python, JSON=FILE writes the figures
 	$(GPU_PY) -m pytest -q -m "$(GPU_TESTS)" tests/gpu
 	$(GPU_PY) -m kvgrpc bench gpu $(if $(JSON),--json $(JSON))
 

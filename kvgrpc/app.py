@@ -151,14 +151,19 @@ def make_tiers(settings: Settings) -> tuple[dict[str, Tier], KeptVersions]:
 
 def shared_versions(settings: Settings) -> VersionPlace | None:
     """Where servers share them: where that is said, else in the tier that lasts longest."""
-    url = settings.versions_url or settings.object_store_url or settings.valkey_url
+    asked = {
+        "--versions-url": settings.versions_url,
+        "--object-store-url": settings.object_store_url,
+        "--valkey-url": settings.valkey_url,
+    }
+    flag, url = next(((flag, url) for flag, url in asked.items() if url), ("", None))
     if url is None:
         return None
     if url.startswith(("valkey", "redis")):
-        with extra("--versions-url", "redis", "valkey"):
+        with extra(flag, "redis", "valkey"):
             from kvgrpc.tiers.valkey import Login, ValkeyVersions
         return ValkeyVersions(url, login=Login(*valkey_login(), settings.valkey_ca))
-    with extra("--versions-url", "obstore", "objectstore"):
+    with extra(flag, "obstore", "objectstore"):
         from kvgrpc.tiers.objectstore import ObjectStoreVersions
     return ObjectStoreVersions(url, plain_http=plain_http())
 

@@ -14,8 +14,13 @@ from kvgrpc.config.places import UntrustedSocketError
 from kvgrpc.core.errors import Reason, Refusal
 
 TLS_HINT = (
-    " If it has TLS, name its CA with --ca-file; if you did, its certificate may be of another CA or name, or expired."
+    " If it has TLS, name its CA with --ca-file; if you did, its certificate may be of another CA, or expired, or"
+    " of another name, which --server-name says."
 )
+ACCESS_HINTS = {
+    Reason.UNAUTHENTICATED: "\n  A command sends the token of --token-file.",
+    Reason.NOT_ALLOWED: "\n  `may` and `salts` in the server's file of tenants (--access) say what is allowed.",
+}
 
 
 def target_of(address: str | None) -> str:
@@ -32,8 +37,7 @@ def problem(target: str, refusal: Refusal) -> str:
         return f"no server answers at {target}; is one running (kvgrpc serve), and there?{tls}\n  {refusal.message}"
     if refusal.reason is Reason.DEADLINE:
         return f"the server at {target} did not answer: {refusal.message}"
-    token = "\n  A command sends the token of --token-file." if refusal.reason is Reason.UNAUTHENTICATED else ""
-    return f"the server at {target} refuses: {refusal.message}{token}"
+    return f"the server at {target} refuses: {refusal.message}{ACCESS_HINTS.get(refusal.reason, '')}"
 
 
 @contextmanager

@@ -25,8 +25,9 @@ class KvForm:
 
     ``block_axis`` counts blocks. Axes that lie inside a block make its run as far as they are contiguous; at most two
     axes may be left, layers before planes. ``token_axis`` is for TOKEN_MAJOR: a run is then the tokens of one block and
-    all that lies inside of a token. ``backend``, ``layout``, ``heads``, ``head_dim``, ``kind`` and ``window_tokens`` as
-    in api.KvGroup.
+    all that lies inside of a token. Without it blocks are OPAQUE: name ``backend`` and ``layout``, since nothing else
+    keeps engines apart whose blocks hold the same bytes in another order. ``backend``, ``layout``, ``heads``,
+    ``head_dim``, ``kind`` and ``window_tokens`` as in api.KvGroup.
     """
 
     block_size: int

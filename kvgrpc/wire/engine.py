@@ -83,7 +83,7 @@ def encode_attach_request(engine_id: str, role: Role, session_id: bytes) -> pb.A
 def decode_attach_request(message: pb.AttachRequest) -> tuple[str, Role, bytes]:
     """(engine_id, role, session_id)."""
     if message.role not in _ROLES:
-        raise invalid("role", f"{message.role} is not known to this server")
+        raise invalid("role", f"{message.role} is neither CLIENT_ROLE_SCHEDULER nor CLIENT_ROLE_WORKER")
     return (check_engine_id(message.engine_id), _ROLES[message.role], check_bytes(message.session_id, "session_id", 16))
 
 

@@ -95,11 +95,11 @@ _FORMS = {pb.BlockForm.Value(f"BLOCK_FORM_{form.value}"): form for form in api.B
 
 def decode_group(message: pb.KvGroup, field: str) -> api.KvGroup:
     if message.kind not in _KINDS:
-        raise Refusal(
-            Reason.GROUP_KIND_UNSUPPORTED, f"{field}.kind {message.kind} is not known here", field=f"{field}.kind"
-        )
+        names = ", ".join(pb.GroupKind.Name(kind) for kind in _KINDS)
+        text = f"{field}.kind {message.kind} is not known to this server; known are {names}"
+        raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, text, field=f"{field}.kind")
     if message.form not in _FORMS:
-        raise invalid(f"{field}.form", f"{message.form} is not known to this server")
+        raise invalid(f"{field}.form", f"{message.form} is neither BLOCK_FORM_OPAQUE nor BLOCK_FORM_TOKEN_MAJOR")
     check_number(len(message.runs), f"{field}.runs", 1, RUNS_MOST)
     return api.KvGroup(
         block_size=message.block_size,

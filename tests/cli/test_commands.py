@@ -141,8 +141,9 @@ def test_status_without_a_server_says_what_to_do(tmp_path: Path):
 def test_what_was_refused_was_answered():
     silent, strange = Refusal(Reason.SERVER_UNREACHABLE, "no"), Refusal(Reason.UNAUTHENTICATED, "who?")
     assert "--ca-file" in problem("host:1", silent) and "--ca-file" not in problem("unix:/s", silent)
-    assert "expired" in problem("host:1", silent)
+    assert "expired" in problem("host:1", silent) and "--server-name" in problem("host:1", silent)
     assert "refuses: who?" in problem("host:1", strange) and "--token-file" in problem("host:1", strange)
+    assert "--access" in problem("host:1", Refusal(Reason.NOT_ALLOWED, "tenant a may not"))
     assert "did not answer: late" in problem("host:1", Refusal(Reason.DEADLINE, "late"))
 
 
@@ -206,6 +207,21 @@ def test_the_demo_without_torch_says_which_extra_to_install():
     assert done.returncode == 2
     assert done.stderr == "Error: the demo's engines need torch, which is an extra: pip install 'kvgrpc[torch]'\n"
     assert done.stdout == "", "nothing was started"
+
+
+@pytest.mark.parametrize(
+    ("module", "flag", "url", "name"),
+    [
+        ("redis", "--valkey-url", "valkey://127.0.0.1:1", "valkey"),
+        ("obstore", "--object-store-url", "file:///srv/objects", "objectstore"),
+    ],
+)
+def test_a_tier_without_its_extra_names_the_flag_that_was_given(module: str, flag: str, url: str, name: str):
+    arguments = ["serve", "--l1-size", "64MiB", flag, url]
+    program = f"import sys; sys.modules[{module!r}] = None; from kvgrpc.cli.root import main; main({arguments})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Error: {flag} needs {module} ") and f"kvgrpc[{name}]" in done.stderr
 
 
 def test_the_command_line_loads_no_torch():

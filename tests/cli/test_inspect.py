@@ -137,6 +137,7 @@ async def test_an_empty_cache_is_said_to_be_one(tmp_path: Path) -> None:
         (("-",), "", "TOKENS is empty"),
         (("-",), "hello", "something else than token ids"),
         (("-",), "1.5 2", "something else than token ids"),
+        (("-",), b"\xd0\x00\xff", "TOKENS is no text"),
         (("-",), "4294967296", "beyond 32 bits"),
         (("-",), "9" * 5000, "beyond 32 bits"),
         (("-",), b"\x00\xff\xfe", "TOKENS is no text"),

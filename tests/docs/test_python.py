@@ -8,7 +8,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from kvgrpc.client import (
+    OWN_HASH_ALGORITHM,
+    BlockForm,
+    Client,
+    GroupKind,
+    Hello,
+    KvGroup,
+    Layout,
+    Role,
+    Runs,
+    SpaceIdentity,
+    SpaceRef,
+    Tokens,
+    WriteChunksRequest,
+    object_forms,
+    stored_form,
+)
 from tests.served import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +59,48 @@ def test_the_page_is_a_program_that_prints_what_it_says(tmp_path: Path) -> None:
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split(f"{MARK}\n")[:-1] == printed()
+
+
+def test_the_lines_about_bytes_of_hybrid_models() -> None:
+    """With the model that they speak of: group 0 needs everything, 1 and 4 the same window, 2 and 3 another."""
+    windows = (0, 256, 64, 64, 256)
+    groups = tuple(
+        KvGroup(
+            16,
+            8,
+            (Runs(0, 0, 1, 0, 1, 0, 64, 64),),
+            BlockForm.OPAQUE,
+            GroupKind.SLIDING_WINDOW if window else GroupKind.FULL,
+            window,
+            backend="b",
+            layout="l",
+        )
+        for window in windows
+    )
+    chunk_tokens, engine_id = 256, "e" * 32
+    sizes = {one.groups: one.object_bytes for one in object_forms(groups, chunk_tokens)}
+    identity = SpaceIdentity("m", "r", "bfloat16", 1, OWN_HASH_ALGORITHM, stored_form(groups))
+    (lines,) = re.findall(r"^ {4}(request = .*objects=.*)\n {4}(.*)$", TEXT, re.MULTILINE)
+    with serving("--l1-size", "64MiB") as server, Client(server.address) as client:
+        session = client.attach(engine_id, Role.SCHEDULER, bytes(16))
+        next(session)
+        names: dict[str, Any] = {
+            "WriteChunksRequest": WriteChunksRequest,
+            "object_forms": object_forms,
+            "client": client,
+            "engine_id": engine_id,
+            "chunk_tokens": chunk_tokens,
+            "layout": Layout((), groups),
+            "space": SpaceRef(client.handshake(Hello(identity=identity)).space_base),
+            "tokens": Tokens.from_ids(range(2 * chunk_tokens)),
+            "full": bytes(sizes[0b00001]),
+            "more": bytes(sizes[0b00001]),
+            "window": bytes(sizes[0b10010]),
+        }
+        exec("\n".join(lines), names)
+        session.close()
+    stored = [(one.first_chunk, one.count, one.outcome.name, one.groups) for one in names["results"]]
+    assert stored == [(0, 1, "STORED", 0b00001), (1, 1, "STORED", 0b10011)]
 
 
 def test_users_import_from_one_place() -> None:

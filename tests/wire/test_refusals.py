@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 import pytest
@@ -152,6 +154,23 @@ def test_register_fields(changes: dict[str, object], reason: Reason, field: str)
     with pytest.raises(Refusal) as caught:
         engine.decode_register_request(register(**changes))
     assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+@pytest.mark.parametrize(
+    ("decode", "message", "names"),
+    [
+        (engine.decode_attach_request, engine_pb2.AttachRequest(engine_id=ENGINE), engine_pb2.ClientRole.keys()),
+        (engine.decode_register_request, register(groups=[engine_pb2.KvGroup()]), engine_pb2.GroupKind.keys()),
+        (engine.decode_register_request, register(groups=[engine_pb2.KvGroup(kind=1)]), engine_pb2.BlockForm.keys()),  # type: ignore[arg-type]
+    ],
+)
+def test_what_was_not_set_is_told_by_the_names_that_it_may_have(
+    decode: Callable[[Any], object], message: object, names: Sequence[str]
+) -> None:
+    """Who writes a client in another language reads these, and a name that was forgotten is 0 on the wire."""
+    with pytest.raises(Refusal) as caught:
+        decode(message)
+    assert [name for name in names if name in caught.value.message] == list(names[1:])
 
 
 def test_every_reason_has_one_code() -> None:
