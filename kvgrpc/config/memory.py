@@ -21,7 +21,8 @@ def choose_l1_size(asked_bytes: int | None, available_bytes: int, page_bytes: in
     if asked_bytes is None:
         chosen = min(L1_DEFAULT_CAP, int(available_bytes * L1_DEFAULT_SHARE)) // MIB * MIB
         if chosen < page_bytes:
-            raise SettingsError(f"only {format_size(available_bytes)} of {kind} are available: too little for any L1; give more")
+            text = f"only {format_size(available_bytes)} of {kind} are available: too little for any L1; give more"
+            raise SettingsError(text)
         return chosen
     if asked_bytes > available_bytes:
         raise SettingsError(
