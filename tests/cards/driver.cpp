@@ -200,7 +200,15 @@ int cuCtxPopCurrent_v2(void** context) {
     contexts.pop_back();
     return 0;
 }
-int cuCtxSetCurrent(void* context) { return contexts = {reinterpret_cast<std::intptr_t>(context)}, 0; }
+int cuCtxSetCurrent(void* context) {
+    contexts.clear();
+    if (context != nullptr) contexts.push_back(reinterpret_cast<std::intptr_t>(context));
+    return 0;
+}
+int cuCtxGetCurrent(void** context) {
+    *context = contexts.empty() ? nullptr : reinterpret_cast<void*>(contexts.back());
+    return 0;
+}
 int cuCtxSynchronize() { return 0; }
 int cuMemsetD32_v2(Pointer pointer, std::uint32_t word, std::size_t count) {
     for (auto* at = reinterpret_cast<std::uint32_t*>(pointer); count-- > 0; ++at) *at = word;
