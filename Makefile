@@ -178,14 +178,15 @@ test-extras: $(STAMP) ## pip finds all that the extras for cards ask for
 
 # Python with torch and CuPy for this machine's CUDA; .venv has torch for CPUs.
 GPU_PY   ?= $(PY)
-GPU_TESTS = $(shell test $$(nvidia-smi -L | wc -l) -ge 2 && echo "gpu or gpus" || echo gpu)
+# Cards that this process may use; nvidia-smi also lists hidden ones, and parts of one.
+GPU_TESTS := from kvgrpc.transfer.device import cards; print("gpu or gpus" if len(cards()) > 1 else "gpu")
 
 .PHONY: card
 card:
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu needs an NVIDIA card, and nvidia-smi shows none here"; exit 1; }
 
 gpu: card $(if $(filter $(PY),$(GPU_PY)),$(STAMP)) ## tests and benchmark on a card; GPU_PY=python names another Python, JSON=FILE writes the figures
-	$(GPU_PY) -m pytest -q -m "$(GPU_TESTS)" tests/gpu
+	$(GPU_PY) -m pytest -q -m "$$($(GPU_PY) -c '$(GPU_TESTS)')" tests/gpu
 	$(GPU_PY) -m kvgrpc bench gpu $(if $(JSON),--json $(JSON))
 
 plots: $(STAMP) ## draw the newest committed figures into docs/

@@ -85,6 +85,18 @@ std::vector<CardFacts> list_cards() {
     return cards;
 }
 
+cuda::Context current_context() noexcept {
+    cuda::Context context = nullptr;
+    try {
+        if (driver().cuCtxGetCurrent(&context) != cuda::success) return nullptr;
+    } catch (const cuda::NoDriver&) {
+        return nullptr;
+    }
+    return context;
+}
+
+void use_context(cuda::Context context) noexcept { driver().cuCtxSetCurrent(context); }
+
 Card::Card(int ordinal) : ordinal_(ordinal) { KVGRPC_CUDA(cuDevicePrimaryCtxRetain, &context_, ordinal); }
 
 Card::~Card() { driver().cuDevicePrimaryCtxRelease_v2(ordinal_); }

@@ -24,6 +24,11 @@ struct CardFacts {
 // Throws NoDriver or CudaError.
 std::vector<CardFacts> list_cards();
 
+// The context that is current for the calling thread; null for none, also where there is no driver.
+cuda::Context current_context() noexcept;
+// Makes it current for the calling thread. Where that fails, what the thread does next says so.
+void use_context(cuda::Context context) noexcept;
+
 // The card's primary context, retained for as long as this lives. Threads: any.
 class Card {
   public:

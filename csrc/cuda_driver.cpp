@@ -40,6 +40,8 @@ Driver load() {
     FIND(cuDevicePrimaryCtxRelease_v2);
     FIND(cuCtxPushCurrent_v2);
     FIND(cuCtxPopCurrent_v2);
+    FIND(cuCtxGetCurrent);
+    FIND(cuCtxSetCurrent);
     FIND(cuMemGetInfo_v2);
     FIND(cuMemAlloc_v2);
     FIND(cuMemFree_v2);

@@ -93,6 +93,8 @@ struct Driver {
     Result (*cuDevicePrimaryCtxRelease_v2)(int);
     Result (*cuCtxPushCurrent_v2)(Context);
     Result (*cuCtxPopCurrent_v2)(Context*);
+    Result (*cuCtxGetCurrent)(Context*);
+    Result (*cuCtxSetCurrent)(Context);
     Result (*cuMemGetInfo_v2)(std::size_t*, std::size_t*);
     Result (*cuMemAlloc_v2)(Pointer*, std::size_t);
     Result (*cuMemFree_v2)(Pointer);

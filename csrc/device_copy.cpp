@@ -157,9 +157,8 @@ std::unique_ptr<Flight> DeviceCopier::launch(const DeviceMapping& mapping, std::
     const auto settle = [&] {
         flight->ended_.reset();
         if (!flight->begun_) return;
-        if (belt.kernels != nullptr) driver().cuStreamSynchronize(belt.kernels->get());
-        if (belt.engines != nullptr) driver().cuStreamSynchronize(belt.engines->get());
-        driver().cuStreamSynchronize(mapping.stream(direction));
+        if (on_belt) driver().cuStreamSynchronize(belt.kernels->get());
+        driver().cuStreamSynchronize(on_belt ? belt.engines->get() : mapping.stream(direction));
     };
     Plan plan(paging, arena_, slice, direction, whole_runs());
     const Parts parts{arena_, part_bytes_};

@@ -82,6 +82,10 @@ nb::tuple exported(cuda::Pointer pointer) {
                           found.size);
 }
 
+std::uint64_t context_here() { return reinterpret_cast<std::uint64_t>(current_context()); }
+
+void use_context_here(std::uint64_t context) { use_context(reinterpret_cast<cuda::Context>(context)); }
+
 std::vector<std::tuple<int, std::string, std::string, std::string>> cards() {
     std::vector<std::tuple<int, std::string, std::string, std::string>> found;
     for (const CardFacts& card : list_cards()) found.emplace_back(card.ordinal, card.uuid, card.name, card.bus_id);
@@ -168,6 +172,8 @@ void bind_cards(nb::module_& module) {
     module.attr("PAGED_COPY_NAME") = "paged_copy";
     module.def("cards", &cards, Unlocked());
     module.def("export_memory", &exported, "pointer"_a);
+    module.def("current_context", &context_here, Unlocked());
+    module.def("use_context", &use_context_here, "context"_a, Unlocked());
     nb::class_<Card>(module, "Card")
         .def(nb::init<int>(), "ordinal"_a, Unlocked())
         .def("open", &open, "handle"_a)

@@ -25,6 +25,7 @@ from kvgrpc.client.life import ServerLife
 from kvgrpc.client.session import Session
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import ChunkOutcome, ChunkResult, RetrieveCommand, SpaceRef, TokenRange
+from kvgrpc.transfer import device
 
 Results = tuple[ChunkResult, ...]
 log = logging.getLogger("kvgrpc.client")
@@ -78,7 +79,16 @@ class Copy:
     timeout_s: float | None
     future: CopyFuture
     ready: Ready | None = None
+    context: int = 0
+    """The caller's CUDA context, in which ``ready`` is waited for."""
     begun: bool = False
+
+    def wait_ready(self) -> None:
+        """Blocks. A thread without a context would be given one of the first card, which takes some of its memory."""
+        if self.context:
+            device.use_context(self.context)
+        if self.ready is not None:
+            self.ready.synchronize()
 
     @property
     def is_store(self) -> bool:
@@ -150,7 +160,7 @@ class Copies:
         copy.begun = True
         try:
             if copy.ready is not None:
-                await asyncio.get_running_loop().run_in_executor(None, copy.ready.synchronize)
+                await asyncio.get_running_loop().run_in_executor(None, copy.wait_ready)
             copy.future.set_result(await self._results(copy))
         except Exception as error:  # noqa: BLE001 - outermost: encoding or decoding, so not sent or answered
             copy.future.set_exception(error)

@@ -19,6 +19,7 @@ from kvgrpc.client.loop import LoopThread
 from kvgrpc.client.session import Membership, Session
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.types import DEFAULT_POLICY, Policy, Role, SpaceRef, TokenRange
+from kvgrpc.transfer import device
 
 LEAVE_S = 0.2
 """For taking the memory back when copies took all the time there was; the end of the session does it, too."""
@@ -234,7 +235,7 @@ class WorkerClient:
     ) -> CopyFuture:
         self._loop.check()
         future = CopyFuture(request.call_id, self._revoke)
-        copy = Copy(request, timeout_s, future, ready)
+        copy = Copy(request, timeout_s, future, ready, device.current_context() if ready is not None else 0)
         try:
             check_blocks(request.blocks)
             check_range(request.range)

@@ -80,6 +80,12 @@ def export_memory(pointer: int) -> tuple[bytes, str, int, int]:
     Raises ValueError with a sentence that says why it cannot be shared.
     """
 
+def current_context() -> int:
+    """The CUDA context of the calling thread; 0: it has none, or there is no driver."""
+
+def use_context(context: int) -> None:
+    """Makes one that was answered current for the calling thread."""
+
 class Card:
     """A card's primary context, retained. Threads: any."""
 

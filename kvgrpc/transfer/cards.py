@@ -93,17 +93,31 @@ class Cards:
                 return False
             if not self._opened:
                 self._trouble, self._opened = self._open(), True
-            card = next(iter(self._cards.values()), None)
-            if card is not None and not self._trouble:
+            if self._sound() and not self._trouble:
                 try:
-                    with self._arena.view(begin, end - begin) as part:
-                        card.native.pin(part)
+                    self._pin(begin, end)
                     self._pinned_bytes = end
                 except RuntimeError as error:
                     self._trouble = f"the arena cannot be pinned: {error}"
                     log.error("cards cannot use all of the arena", pinned_bytes=begin, reason=str(error))
             self._changed.notify_all()
-            return self._pinned_bytes < self._needed_bytes or self._pinned_bytes >= end  # unused, or all pinned
+            unused = not self._sound() or self._pinned_bytes < self._needed_bytes
+            return unused or self._pinned_bytes >= end
+
+    def _pin(self, begin: int, end: int) -> None:
+        """For all cards, by one that answers. Raises RuntimeError."""
+        card, *others = self._sound()
+        try:
+            with self._arena.view(begin, end - begin) as part:
+                card.native.pin(part)
+        except RuntimeError:
+            if self.lost(card) is None or not others:
+                raise
+            self._pin(begin, end)
+
+    def _sound(self) -> list[OpenCard]:
+        """Cards that have not failed."""
+        return [card for card in self._cards.values() if not card.failure]
 
     def pin_all(self) -> None:
         """Pins what is there, for an arena that nobody fills."""
@@ -208,14 +222,13 @@ class Cards:
         """Ends the use of all cards; nothing is open on them any more."""
         with self._changed:
             self._closed = True
-            first = next(iter(self._cards.values()), None)
+            sound = self._sound()
             for card in self._cards.values():
                 card.copier.close()
-            for begin in range(0, self._pinned_bytes, self._part_bytes) if first is not None else ():
-                assert first is not None
+            for begin in range(0, self._pinned_bytes, self._part_bytes) if sound else ():
                 with self._arena.view(begin, min(self._part_bytes, self._pinned_bytes - begin)) as part:
                     try:
-                        first.native.unpin(part)
+                        sound[0].native.unpin(part)
                     except RuntimeError as error:
                         log.error("memory could not be unpinned", reason=str(error))
                         break

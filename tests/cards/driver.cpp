@@ -5,7 +5,7 @@
 // As the real one: a copy may not cross two registered parts of host memory, nor two allocations, which follow each other
 // without a gap; a handle opens at its allocation's base, and memory that came from elsewhere has none. FAKE_CARDS says
 // how many cards there are, FAKE_TAKEN_CARD which of them another process has for itself. FAKE_FAIL_FILE: while this file
-// is there, every copy fails, and so does everything after the first thing that does.
+// is there, every copy fails, and so does everything after the first thing that does; of FAKE_FAIL_CARD only, if given.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -55,7 +55,9 @@ int cards() {
 int state() {
     const char* file = std::getenv("FAKE_FAIL_FILE");
     if (file != nullptr && access(file, F_OK) == 0) broken = true;
-    return broken ? lost : 0;
+    const char* only = std::getenv("FAKE_FAIL_CARD");
+    const bool here = only == nullptr || (!contexts.empty() && contexts.back() == std::atoi(only) + 1);
+    return broken && here ? lost : 0;
 }
 
 template <typename Map>
@@ -200,7 +202,15 @@ int cuCtxPopCurrent_v2(void** context) {
     contexts.pop_back();
     return 0;
 }
-int cuCtxSetCurrent(void* context) { return contexts = {reinterpret_cast<std::intptr_t>(context)}, 0; }
+int cuCtxSetCurrent(void* context) {
+    contexts.clear();
+    if (context != nullptr) contexts.push_back(reinterpret_cast<std::intptr_t>(context));
+    return 0;
+}
+int cuCtxGetCurrent(void** context) {
+    *context = contexts.empty() ? nullptr : reinterpret_cast<void*>(contexts.back());
+    return 0;
+}
 int cuCtxSynchronize() { return 0; }
 int cuMemsetD32_v2(Pointer pointer, std::uint32_t word, std::size_t count) {
     for (auto* at = reinterpret_cast<std::uint32_t*>(pointer); count-- > 0; ++at) *at = word;
@@ -246,6 +256,7 @@ int cuMemFreeHost(void* at) {
 }
 int cuMemHostRegister_v2(void* at, std::size_t size, unsigned) {
     if (std::getenv("FAKE_NO_PIN") != nullptr) return 2;
+    if (state() != 0) return state();
     const std::lock_guard lock(mutex);
     return host.emplace(reinterpret_cast<Pointer>(at), size).second ? 0 : 712;
 }

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvgrpc.api import CudaIpcMemory, Layout, RegisterRequest, SharedMemory, Tokens
+from kvgrpc.api import BlockForm, CudaIpcMemory, KvGroup, Layout, RegisterRequest, Runs, SharedMemory, Tokens
 from kvgrpc.client import (
     OWN_HASH_ALGORITHM,
     CopyFuture,
@@ -113,6 +113,7 @@ class Engine:
         self._memory: FakeMemory | CudaMemory | None = None
         self._image: Image | None = None
         self._pool: Pool | None = None
+        self._apart: list[FakeMemory | CudaMemory] = []
         self._late: LateWrites | None = None
         self._stores: list[CopyFuture] = []
         self._layout: Layout | None = None
@@ -140,6 +141,24 @@ class Engine:
         self._upload(image)
         self._layout = exported(image.layout(), memory.pointer)
         return self._layout
+
+    def make_apart(self, layers: int, blocks: int, run: int) -> Layout:
+        """Layers in allocations of their own, each block filled with its layer times 16 and its number."""
+        one = KvGroup(1, blocks, tuple(Runs(at, 0, 1, 0, 1, 0, run, run) for at in range(layers)), BlockForm.OPAQUE)
+        memory: list[CudaIpcMemory] = []
+        for layer in range(layers):
+            self._apart.append(MEMORY[self._kind](blocks * run))
+            self._apart[-1].upload(bytearray(b"".join(bytes([16 * layer + at]) * run for at in range(blocks))))
+            handle, uuid, offset, _ = _native.export_memory(self._apart[-1].pointer)
+            memory.append(CudaIpcMemory(handle, uuid, offset, blocks * run))
+        return Layout(tuple(memory), (one,))
+
+    def free_apart(self, run: int) -> list[list[int]]:
+        """What each block begins with, layer by layer."""
+        found = [list(memory.download()[::run]) for memory in self._apart]
+        while self._apart:
+            self._apart.pop().free()
+        return found
 
     def write(self, ids: Sequence[int], first_token: int = 0) -> None:
         image = self._load()

@@ -207,6 +207,71 @@ def test_a_card_that_was_lost_at_rest_is_seen_by_whoever_comes_next(tmp_path: Pa
     assert done.stdout.splitlines()[-2:] == [CARD_FAILED, CARD_FAILED], done
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_card_that_fails_takes_nothing_from_the_other(tmp_path: Path, failed: int) -> None:
+    """It copies, engines come to it, and L1 goes on growing: found by review, parts were pinned by the first card, and
+    the rest of L1 was given up when that was lost."""
+    environment = {"FAKE_FAIL_FILE": str(tmp_path / "fail"), "FAKE_FAIL_CARD": str(failed), "FAKE_CARDS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE, str(tmp_path / "fail"), str(failed)],
+        env=fake.environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1:] == ["True"], done
+
+
+BESIDE = """
+import sys
+from pathlib import Path
+from tests.cards import fake
+from tests.cards.test_cards import *
+arena = Arena(2 * MIB)
+arena.ready_bytes = MIB
+cards = Cards(arena, MIB)
+assert cards.pin(0, MIB)
+mover, lost, layouts = CudaMover(cards, CHUNK), int(sys.argv[2]), []
+for number in range(2):
+    layout = layout_in(fake.CardMemory(MIB))
+    uuid = layout.memory[0].device_uuid.replace("a0", f"a{number}")
+    layouts.append(replace(layout, memory=(replace(layout.memory[0], device_uuid=uuid),)))
+    mover.map(number, layouts[number])
+Path(sys.argv[1]).touch()
+assert mover.copy(work(lost)).reason == CARD_FAILED
+assert mover.copy(work(1 - lost)) == SliceReport(1)
+assert refused(mover, layouts[lost]).reason is Reason.CARD_FAILED
+mover.map(3, layouts[1 - lost])
+assert mover.copy(work(3)) == SliceReport(1)
+print(cards.pin(MIB, 2 * MIB), flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_a_server_that_lost_its_only_card_gives_all_of_l1_to_host_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path / "fail")],
+        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1:] == ["True True"], done
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from tests.cards import fake
+from tests.cards.test_cards import *
+arena = Arena(3 * MIB)
+arena.ready_bytes = MIB
+cards = Cards(arena, MIB)
+assert cards.pin(0, MIB)
+Path(sys.argv[1]).touch()
+print(cards.pin(MIB, 2 * MIB), cards.pin(2 * MIB, 3 * MIB), flush=True)
+import os; os._exit(0)
+"""
 LOST = """
 try:
     {}

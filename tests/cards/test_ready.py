@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from kvgrpc.api import Layout, RegisterRequest, SharedMemory
+from kvgrpc.client import OWN_HASH_ALGORITHM, SpaceIdentity, WorkerClient
 from kvgrpc.core.errors import Reason, Refusal
+from kvgrpc.core.types import ChunkOutcome
 from kvgrpc.transfer import ready
 from kvgrpc.transfer.arena import Arena
 from kvgrpc.transfer.cards import Cards
 from kvgrpc.transfer.ready import OpenEvents, ReadyEvents
 from tests.cards import fake
-from tests.cards.engines import EngineProcess, engine_process
+from tests.cards.engines import EngineProcess, engine_process, prompt
 from tests.cards.test_processes import FLAGS, open_files, status
 from tests.kvdata import LAYERS_OUTERMOST, MHA
 from tests.ports import free_port
@@ -24,6 +28,7 @@ from tests.served import Served, serving, stop, wait_until
 
 IDS = (5, 3, 17, 0, 9, 12, 8, 1)
 TOKENS, LONG_S = 128, 20.0
+LAYOUT = Layout((SharedMemory("none", 0, 1),), ())
 
 
 @pytest.fixture
@@ -180,3 +185,31 @@ def test_a_registration_keeps_so_many_events_open(monkeypatch: pytest.MonkeyPatc
     waiting.close()
     cards.close()
     arena.close()
+
+
+class Mark:
+    """An event that is over, and notes which context whoever waits for it has."""
+
+    context: int | None = None
+
+    def synchronize(self) -> None:
+        found = ctypes.c_void_p()
+        fake.driver().cuCtxGetCurrent(ctypes.byref(found))
+        self.context = found.value
+
+
+def test_a_client_waits_in_the_context_of_its_caller(tmp_path: Path) -> None:
+    """Found by review: its thread had none, and CUDA's runtime then opens the first card for it, some hundred MiB in
+    each process of an engine whose own card is another one."""
+    request = RegisterRequest("0" * 32, SpaceIdentity("m", "", "", 1, OWN_HASH_ALGORITHM, ""), 0, 0, 1, 1, LAYOUT)
+    client, mark = WorkerClient(f"unix:{tmp_path}/none", request), Mark()
+    assert not client.start(0.01)
+    for context in (3, None, 2):
+        fake.driver().cuCtxSetCurrent(ctypes.c_void_p(context))
+        try:
+            results = client.store(prompt(0, TOKENS), [IDS], ready=mark).result(LONG_S)
+        finally:
+            fake.driver().cuCtxSetCurrent(None)
+        assert {one.outcome for one in results} == {ChunkOutcome.FAILED}
+        assert context is None or mark.context == context
+    client.close()

@@ -2,11 +2,12 @@
 """What needs torch or CuPy on the engine's side: each in a process of its own.
 
 ``python -m tests.gpu.kernels rounds ADDRESS COUNT WHO`` (``client`` or ``server`` waits for events),
-``handles ADDRESS`` or ``refused KIND``.
+``handles ADDRESS``, ``contexts ADDRESS`` or ``refused KIND``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -44,6 +45,12 @@ def rounds(address: str, count: int, who: str) -> list[int]:
 def handles(address: str) -> list[str]:
     """What became of stores that named events nobody can open; then of one without an event."""
     command = [sys.executable, "-m", "tests.gpu.kernels", "handles", address]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=50).stdout)
+
+
+def contexts(address: str) -> list[bool]:
+    """On which cards an engine of the second one has a context, when a store has waited for its event."""
+    command = [sys.executable, "-m", "tests.gpu.kernels", "contexts", address]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=50).stdout)
 
 
@@ -129,6 +136,25 @@ def _handles(address: str) -> list[str]:
     return said
 
 
+def _contexts(address: str) -> list[bool]:
+    import torch
+
+    torch.cuda.set_device(1)
+    _, worker, scheduler = _engine(address)
+    event = torch.cuda.Event()
+    event.record()
+    results = worker.store(prompt(1 << 25, CHUNK), [list(range(CHUNK // BLOCK))], ready=event).result(30)
+    assert {one.outcome for one in results} == {ChunkOutcome.STORED}, results
+    driver, found = ctypes.CDLL("libcuda.so.1"), list[bool]()
+    for ordinal in range(2):
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        assert driver.cuDevicePrimaryCtxGetState(ordinal, ctypes.byref(flags), ctypes.byref(active)) == 0
+        found.append(bool(active.value))
+    worker.close()
+    scheduler.close()
+    return found
+
+
 def _refused(kind: str) -> str:
     if kind == "expandable":
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -150,6 +176,8 @@ if __name__ == "__main__":
     act, *arguments = sys.argv[1:]
     if act == "rounds":
         print(json.dumps(_rounds(arguments[0], int(arguments[1]), arguments[2])))
+    elif act == "contexts":
+        print(json.dumps(_contexts(arguments[0])))
     elif act == "handles":
         print(json.dumps(_handles(arguments[0])))
     else:

@@ -20,6 +20,8 @@ from tests.cards.engines import EngineProcess
 pytestmark = pytest.mark.gpu
 
 PART_BYTES = 4 << 20
+RUN_APART = 256 << 10
+"""Of eight blocks: 2 MiB, so that an allocation has nothing else in it."""
 MODES = (CopyMode.DMA, CopyMode.STAGED, CopyMode.DIRECT)
 
 
@@ -128,6 +130,31 @@ def test_slices_that_are_launched_ahead_stay_in_order(
         assert target.wrong_tokens(ids) == []
         for number in range(2):
             mover.unmap(number)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_layers_in_allocations_of_their_own(
+    mode: CopyMode, source: EngineProcess, arena: Arena, cards: Cards, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chunk of the first block and the last one: where allocations follow each other, no copy goes from one into the
+    next."""
+    layers, blocks, run = 4, 8, RUN_APART
+    mover, size = CudaMover(cards, 2, mode), 2 * layers * run
+    mover.map(1, source.make_apart(layers, blocks, run))
+    ends = [one.pointer + one.size_bytes for one in cards.opened[0].memory.values()]
+    begins = [one.pointer for one in cards.opened[0].memory.values()]
+    with capsys.disabled():
+        print("gaps between allocations:", [begin - end for end, begin in zip(ends, begins[1:], strict=False)])
+    for number, (direction, ids) in enumerate(((Direction.STORE, (0, 7)), (Direction.RETRIEVE, (0, 7)))):
+        piece = Piece(0, ((0, size),), (0, size), (0,), (ids,))
+        assert mover.copy(RunSlice(number, "c", 1, 1, direction, (piece,))) == SliceReport(1)
+        if direction is Direction.STORE:
+            stored = b"".join(bytes([16 * layer + at]) * run for layer in range(layers) for at in ids)
+            assert bytes(arena.view(0, size)) == stored
+            arena.view(0, size)[:] = b"\xee" * size
+    mover.unmap(1)
+    wanted = [[16 * layer + at if at not in (0, 7) else 0xEE for at in range(blocks)] for layer in range(layers)]
+    assert source.free_apart(run) == wanted
 
 
 def test_two_registrations_share_an_allocation(source: EngineProcess, cards: Cards) -> None:

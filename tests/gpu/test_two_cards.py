@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvgrpc.transfer import _native
+from kvgrpc.transfer.cards import nvidia_devices
 from tests.cards.engines import engine_process
+from tests.gpu import kernels
 from tests.kvdata import BLOCKS_OUTERMOST_OPAQUE, GQA, LAYERS_OUTERMOST, MLA
 from tests.served import Served, serving
 
@@ -25,7 +27,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 def test_the_server_sees_two_cards(server: Served) -> None:
     assert len({uuid for _, uuid, _, _ in _native.cards()}) >= 2
-    assert '"cards": "2"' in server.log
+    assert f'"cards": "{nvidia_devices()}"' in server.log
 
 
 @pytest.mark.parametrize("kv_tp_size", [2, 1], ids=["an object a rank", "one object"])
@@ -56,3 +58,8 @@ def test_two_ranks_on_two_cards(server: Served, kv_tp_size: int) -> None:
             assert engine.wrong_tokens(others, 64 * rank if kv_tp_size == 2 else 0) == []
             assert engine.untouched([*ids, *others])
         assert one.stop() and two.stop()
+
+
+def test_an_engine_has_a_context_on_its_own_card_only(server: Served) -> None:
+    """The thread that waits for its events has no card of its own."""
+    assert kernels.contexts(server.address) == [False, True]

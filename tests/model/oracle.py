@@ -237,7 +237,7 @@ class Oracle:
             self.skipped |= {s.slice_id for s in self.slices.values() if s.after == order.slice_id}
             if order.slice_id in self.skipped:
                 return
-            call.broken[order.pieces[report.completed].chunk] = report.torn
+            call.broken[order.pieces[report.completed].chunk] = bool(report.torn)
         for piece, size in list(zip(order.pieces, sizes, strict=True))[: report.completed]:
             call.moved[piece.chunk] = call.moved.get(piece.chunk, 0) + size
             if call.moved[piece.chunk] < call.parts[piece.chunk] or piece.span[1] < object_bytes:

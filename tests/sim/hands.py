@@ -228,7 +228,7 @@ class Hands:
                 if piece.span[1] == len(call.memory.places[unit[1]]) * CELL_BYTES:
                     self._note_whole(call, *unit)
             elif number == report.completed and report.reason != SKIPPED:
-                call.broken[piece.chunk] = report.torn
+                call.broken[piece.chunk] = bool(report.torn)
         behind = next((c for c in self.copies.values() if c.order.client_id == copy.order.client_id), None)
         if behind is not None:
             if behind.order.after == slice_id and report.completed < len(copy.order.pieces):
