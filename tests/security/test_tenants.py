@@ -24,6 +24,7 @@ from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.keys import space_digest
 from kvgrpc.core.types import Reader, Role, TokenRange
 from kvgrpc.service.access import AccessError, read_access, token_hash
+from kvgrpc.service.admission import Admission
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, RULES
 from tests.e2e.harness import BLOCK, CHUNK, Engine, Stream, outcomes, tokens_of
 from tests.e2e.written import chunks_of, writing
@@ -327,6 +328,17 @@ def test_a_file_that_cannot_be(form: object, sentence: str, tmp_path: Path):
     with pytest.raises(AccessError) as error:
         read_access(file)
     assert sentence in str(error.value) and "plain" not in str(error.value)
+
+
+def test_a_salt_has_one_quota(tmp_path: Path):
+    """The file's was in force, and the flag's was not, without a word."""
+    file = tmp_path / "access.json"
+    write_access(file, red={"tokens": [HASH], "salts": {"a": "1GiB", "b": None}})
+    admission = Admission(file, lambda _: None, 0.5)
+    admission.check_quotas({"a": 1 << 30, "of nobody here": 5})
+    for flags in ({"a": 1}, {"b": 1}):
+        with pytest.raises(AccessError, match=r"another quota for the salt '[ab]' than --quota does"):
+            admission.check_quotas(flags)
 
 
 def test_a_file_that_is_no_json_says_where(tmp_path: Path):
