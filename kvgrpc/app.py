@@ -326,6 +326,7 @@ async def _serve(settings: Settings, announce: Callable[[Choices], None], signal
     admission = None
     if settings.access is not None:
         admission = Admission(settings.access, partial(set_quotas, book), settings.reattach_grace_ms / 1000)
+        admission.check_quotas(settings.quota)
         client_for = admission.bound(client_for)
     server = Server(
         server_options(settings),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +74,13 @@ class Admission:
         self._next_look_s = 0.0
         self._sessions = TenantSessions(grace_s)
         set_quotas(self._access.quotas())
+
+    def check_quotas(self, flags: Mapping[str, int]) -> None:
+        """AccessError for a salt that has one quota by --quota and another in the file, which would be the one."""
+        for salt, size_bytes in self._access.quotas().items():
+            if flags.get(salt, size_bytes) != size_bytes:
+                text = f"it says another quota for the salt {salt!r} than --quota does; say it there alone"
+                raise AccessError(f"--access {self._path}: {text}")
 
     def _look(self) -> tuple[int, int, int] | None:
         try:

@@ -38,6 +38,8 @@ FRAME_MOST = 1 << 20
 INDEX_MOST = 1 << 30
 WORLD_MOST = 1024
 """As the protocol has it."""
+EXTENTS_MOST = 65_000
+"""Of an object in a frame; one that lies in more places is not recorded."""
 _FRAME = struct.Struct("<II")
 _OBJECT = struct.Struct("<IBBH16s")
 _COUNT = struct.Struct("<Q")
@@ -99,6 +101,8 @@ class IndexFile:
 
     def _frames(self, records: Iterable[Record]) -> Iterator[bytes]:
         for record in records:
+            if len(record.extents) > EXTENTS_MOST:
+                continue
             form = self._forms.get(record.form)
             if form is None:
                 form = self._forms[record.form] = len(self._forms)
@@ -270,7 +274,7 @@ def _part(told: dict[str, Any]) -> PartForm:
     )
     if not size_bytes or not isinstance(aligned, bool):
         raise ValueError("objects of no bytes, or of no known need")
-    return PartForm(Need(_number(window, 1 << 31), aligned), size_bytes, _text(told["order"]))
+    return PartForm(Need(_number(window, (1 << 32) - 1), aligned), size_bytes, _text(told["order"]))
 
 
 def _record(content: bytes, forms: Sequence[Form]) -> Record:

@@ -358,7 +358,7 @@ class BlockIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, at most 1048576; repeated ids are allowed."""
+        """The ids, at most 1048576, and 4194304 in all groups of a call; repeated ids are allowed."""
 
     def __init__(
         self,

@@ -32,8 +32,8 @@ from kvgrpc.wire.packed import join_token_ids, split_token_ids
 WAIT_MS_MOST = 60_000
 FENCE_CALLS_MOST = 1024
 RANKS_MOST = 1024
-BLOCKS_MOST = 1 << 20
-"""Ids of one group: the loop reads them, 4 million of them for most of a second."""
+BLOCKS_MOST, BLOCKS_IN_ALL = 1 << 20, 1 << 22
+"""Ids of one group, and of all: the loop reads them, 4 million of them for most of a second."""
 GROUPS_MOST = 64
 U64 = (1 << 64) - 1
 
@@ -166,6 +166,7 @@ def _decode_blocks(blocks: Sequence[pb.BlockIds]) -> tuple[Sequence[int], ...]:
     check_number(len(blocks), "blocks", 0, GROUPS_MOST)
     for group in blocks:
         check_number(len(group.ids), "blocks.ids", 0, BLOCKS_MOST)
+    check_number(sum(len(group.ids) for group in blocks), "blocks", 0, BLOCKS_IN_ALL)
     return tuple(array("I", group.ids) for group in blocks)
 
 

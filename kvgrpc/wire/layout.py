@@ -11,6 +11,7 @@ from kvgrpc.wire.fields import check_bytes, check_number, check_text, invalid
 MEMORY_MOST = 4096
 GROUPS_MOST = 64
 RUNS_MOST = 65536
+"""Of all groups: each is at least one plane of one layer (``kvgrpc.transfer.layout``)."""
 
 
 def encode_memory(memory: api.Memory) -> pb.Memory:
@@ -100,7 +101,8 @@ def decode_group(message: pb.KvGroup, field: str) -> api.KvGroup:
         raise Refusal(Reason.GROUP_KIND_UNSUPPORTED, text, field=f"{field}.kind")
     if message.form not in _FORMS:
         raise invalid(f"{field}.form", f"{message.form} is neither BLOCK_FORM_OPAQUE nor BLOCK_FORM_TOKEN_MAJOR")
-    check_number(len(message.runs), f"{field}.runs", 1, RUNS_MOST)
+    if not message.runs:
+        raise invalid(f"{field}.runs", "is empty")
     return api.KvGroup(
         block_size=message.block_size,
         num_blocks=message.num_blocks,
@@ -118,6 +120,7 @@ def decode_group(message: pb.KvGroup, field: str) -> api.KvGroup:
 def decode_layout(message: pb.RegisterKvCacheRequest) -> api.Layout:
     check_number(len(message.memory), "memory", 1, MEMORY_MOST)
     check_number(len(message.groups), "groups", 1, GROUPS_MOST)
+    check_number(sum(len(group.runs) for group in message.groups), "groups.runs", 0, RUNS_MOST)
     return api.Layout(
         memory=tuple(decode_memory(memory, f"memory[{at}]") for at, memory in enumerate(message.memory)),
         groups=tuple(decode_group(group, f"groups[{at}]") for at, group in enumerate(message.groups)),

@@ -148,12 +148,12 @@ async def test_an_object_that_fits_nowhere_takes_nothing(tmp_path: Path) -> None
     async with local_server(tmp_path, l1_bytes=1 << 20, limits=limits()) as server:
         engine = await pool(server, 6)
         full, *others = object_forms(groups(), CHUNK)
-        forms = (full, *(replace_bytes(form, 1 << 62) for form in others))
+        forms = (full, *(replace_bytes(form, 1 << 48) for form in others))
         identity = replace(IDENTITY, model="huge")
         base = (await engine.scheduler.handshake(api.Hello(identity=identity))).space_base
         begin = WriteChunksRequest(engine.engine_id, api.SpaceRef(base), tokens(CHUNK), objects=forms)
         data = object_of(1, 0)
-        huge = ChunkPart(0, 0, 1 << 62, zlib.crc32(bytes(MIB)), bytes(MIB), groups=0b10010)
+        huge = ChunkPart(0, 0, 1 << 48, zlib.crc32(bytes(MIB)), bytes(MIB), groups=0b10010)
         first = ChunkPart(0, 0, len(data), zlib.crc32(data), data, groups=1)
         results = await engine.scheduler.write_chunks(begin, sent([first, huge, replace(huge, offset=MIB)]))
         assert [(one.outcome.value, one.reason, one.groups) for one in results] == [("REFUSED", "OBJECT_TOO_LARGE", 1)]

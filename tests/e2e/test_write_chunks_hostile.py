@@ -96,8 +96,8 @@ async def test_an_object_that_fits_nowhere_takes_nothing(tmp_path: Path) -> None
         await server.attach(mover, "a-mover-of-chunks", Role.SCHEDULER)
         identity = api.SpaceIdentity("huge", "", "uint8", 1, OWN_HASH_ALGORITHM, "token-major:1:4:1")
         base = (await mover.handshake(api.Hello(identity=identity))).space_base
-        begin = WriteChunksRequest("a-mover-of-chunks", api.SpaceRef(base), tokens_of(1, CHUNK), 1 << 62, "1x1x4")
-        part = ChunkPart(0, 0, 1 << 62, zlib.crc32(bytes(MIB)), bytes(MIB))
+        begin = WriteChunksRequest("a-mover-of-chunks", api.SpaceRef(base), tokens_of(1, CHUNK), 1 << 48, "1x1x4")
+        part = ChunkPart(0, 0, 1 << 48, zlib.crc32(bytes(MIB)), bytes(MIB))
         results = await mover.write_chunks(begin, sent([part, replace(part, offset=MIB)]))
         assert [(one.outcome.value, one.reason) for one in results] == [("REFUSED", "OBJECT_TOO_LARGE")]
         await nothing_left(server)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -23,7 +22,7 @@ from kvgrpc.client.credentials import Credentials
 from kvgrpc.core.errors import Reason, Refusal
 from kvgrpc.core.keys import space_digest
 from kvgrpc.core.types import Reader, Role, TokenRange
-from kvgrpc.service.access import AccessError, read_access, token_hash
+from kvgrpc.service.access import token_hash
 from kvgrpc.service.calls import ADMIN_SERVICE, CACHE_SERVICE, RULES
 from tests.e2e.harness import BLOCK, CHUNK, Engine, Stream, outcomes, tokens_of
 from tests.e2e.written import chunks_of, writing
@@ -299,53 +298,6 @@ def test_a_token_is_not_sent_in_clear_beyond_the_loopback(tmp_path: Path):
     shown = Credentials(token_file=new_token(tmp_path, "t")[0])
     with pytest.raises(ValueError, match="would travel in clear"):
         AioClient("cache.example:50051", "c", ChannelOptions(credentials=shown))
-
-
-HASH = token_hash("x")
-WRONG: list[tuple[object, str]] = [
-    ([], "access.json: all of it must be an object, as {...}"),
-    ({}, "tenants is missing"),
-    ({"tenants": {"a": {"tokens": ["plain"]}}}, "tenants.a.tokens.0: not what kvgrpc token prints"),
-    ({"tenants": {"a": {"token": [HASH]}}}, "tenants.a.token is no field of this file"),
-    ({"tenants": {"a": {"tokens": HASH}}}, "tenants.a.tokens must be a list, as [...]"),
-    ({"tenants": {"a/b": {}}}, "String should match pattern"),
-    ({"tenants": {"a": {"tokens": [HASH]}, "b": {"tokens": [HASH]}}}, "tenants a and b have one token"),
-    ({"tenants": {"a": {"certificates": ["x"]}, "b": {"certificates": ["x"]}}}, "have one certificate"),
-    ({"tenants": {"a": {"salts": {"s": "1GiB"}}, "b": {"salts": {"s": None}}}}, "tenant b has another quota"),
-    ({"tenants": {"a": {"salts": {"s": "much"}}}}, "is not a size"),
-    ({"tenants": {"a": {"salts": {"s": "9" * 400}}}}, "is more than any machine has"),
-    ({"tenants": {"a": {"salts": {"s": 1 << 63}}}}, "tenants.a.salts.s"),
-    ({"tenants": {"a": {"may": ["everything"]}}}, "may 'everything', which is neither engine, viewer, admin nor"),
-    ({"tenants": {}, "socket": "a"}, "socket names a, which is no tenant"),
-]
-
-
-@pytest.mark.parametrize(("form", "sentence"), WRONG, ids=lambda one: str(one)[:40])
-def test_a_file_that_cannot_be(form: object, sentence: str, tmp_path: Path):
-    file = tmp_path / "access.json"
-    file.write_text(json.dumps(form))
-    with pytest.raises(AccessError) as error:
-        read_access(file)
-    assert sentence in str(error.value) and "plain" not in str(error.value)
-
-
-def test_a_file_that_is_no_json_says_where(tmp_path: Path):
-    file = tmp_path / "access.json"
-    file.write_text('{"tenants": {\n  "secret" 1}}')
-    with pytest.raises(AccessError, match=r"it is no JSON from line 2, column 12 on$"):
-        read_access(file)
-    file.write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(AccessError, match=r"it is no JSON$"):
-        read_access(file)
-    file.write_text("[" * 100_000)
-    with pytest.raises(AccessError, match=r"it is nested too deeply$"):
-        read_access(file)
-
-
-def test_single_methods_can_be_allowed(tmp_path: Path):
-    file = tmp_path / "access.json"
-    write_access(file, a={"tokens": [HASH], "may": ["KvCacheService/Lookup"]})
-    assert read_access(file).by_token[HASH].methods == {"/kvgrpc.v1.KvCacheService/Lookup"}
 
 
 async def test_a_tenant_is_told_of_its_own_salts_only(tenants: Tenants) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvgrpc.core.records import Form, Record
 from kvgrpc.core.types import ALL, Need, PartForm, Priority, SpaceIdentity
 from kvgrpc.transfer import arena_index
-from kvgrpc.transfer.arena_index import Head, IndexDamagedError, IndexFile, is_index, read_index
+from kvgrpc.transfer.arena_index import EXTENTS_MOST, Head, IndexDamagedError, IndexFile, is_index, read_index
 from tests.transfer.pages import open_files
 
 HEAD = Head(b"a" * 16, 3, 1 << 20, 4096, 16)
@@ -55,6 +55,22 @@ def test_what_was_written_is_read(tmp_path: Path, whole: bool) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert is_index(path)
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_the_widest_window_and_the_most_places(tmp_path: Path) -> None:
+    """What a layout may say can be read again; an object in more places than a frame holds is left out, and not all."""
+    form = FORMS[1]._replace(parts=(PartForm(Need((1 << 32) - 1), 64, ""),))
+    records = [
+        RECORDS[0]._replace(form=form, extents=tuple((at * 1024, 512) for at in range(places)))
+        for places in (EXTENTS_MOST, EXTENTS_MOST + 1, 1 << 16, 1)
+    ]
+    file = IndexFile(tmp_path / "index", HEAD)
+    file.append(records)
+    file.end()
+    file.publish()
+    file.close()
+    found = read_index(tmp_path / "index", HEAD.arena)
+    assert (list(found.records), found.whole) == ([records[0], records[3]], True)
 
 
 def test_any_flipped_bit_is_damage_or_another_arena(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -113,6 +114,28 @@ def test_the_largest_objects_that_can_be_named_can_be_told() -> None:
     assert caught.value.field == "begin.object_bytes"
     call = api.TracedCall(api.CallKind.STORE, 0, 0, 0, (), 0, chunk_bytes=cache.RANKS_MOST * MAX_NEEDS * most)
     assert admin.encode_traced_calls(api.TracedCalls((call,), 0, 1)).calls[0].chunk_bytes == call.chunk_bytes
+
+
+def test_block_ids_are_counted_before_they_are_read() -> None:
+    """In one message there is room for 16 million, which take the event loop two seconds."""
+    group = cache_pb2.BlockIds(ids=[7] * cache.BLOCKS_MOST)
+    message = cache_pb2.RetrieveRequest(engine_id=ENGINE, call_id=1, job_id=b"j" * 16, blocks=[group] * 4)
+    cache.decode_retrieve_request(message)
+    message.blocks.append(cache_pb2.BlockIds(ids=[7]))
+    with pytest.raises(Refusal) as caught:
+        cache.decode_retrieve_request(message)
+    assert caught.value.field == "blocks"
+
+
+def test_runs_are_counted_before_they_are_read() -> None:
+    """Two million of them in a message of 4 MiB took ten seconds of the event loop, and 400 MiB."""
+    group = engine_pb2.KvGroup(kind=1, form=1, runs=[engine_pb2.Runs()] * 8000)  # type: ignore[arg-type]
+    message = register(groups=[group] * 64)
+    began = time.process_time()
+    with pytest.raises(Refusal) as caught:
+        engine.decode_register_request(message)
+    assert caught.value.field == "groups.runs"
+    assert time.process_time() - began < 0.1
 
 
 def register(**changes: object) -> engine_pb2.RegisterKvCacheRequest:
