@@ -133,6 +133,7 @@ async def measure(repetitions: int, folder: Path) -> list[Figure]:
     source, figures = random.Random(1).randbytes(SIZE), list[Figure]()
     cpu = {"cpu": "<= 1.3"}
     local = {**cpu, "write": ">= 0.8", "read": ">= 0.8"}
+    (folder / "objects").mkdir()
     url = (folder / "objects").as_uri()
     tier: Tier = ObjectStoreTier(url, DEADLINE_S, plain_http=True)
     figures += await compare("local folder", Ours(tier, source), BareObjects(url, source), 8, repetitions, local)

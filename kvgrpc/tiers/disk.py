@@ -275,34 +275,37 @@ class DiskTier:
         if self._index.get(name) == object.size_bytes and name not in self._bad:
             self._index.move_to_end(name)
             return
-        self._coming[name] = (0, ended)
+        self._coming[name], written = (0, ended), list[bool]()
         try:
             await self._make_room(slot, size, name)
             for last in (False, False, False, True):
                 try:
-                    await self._run_whole(self._writers, self._write, slot, object, data)
+                    await self._run_whole(self._writers, self._write, slot, object, data, written)
                     break
                 except TierFault as fault:
                     if fault.reason is not FaultReason.FULL or last or not self._index:
                         raise
                 async with self._claiming:  # the device is full, whatever the limit; others may be quicker
                     await self._evict(slot, size)
-            if self._slot is slot:
-                self._forget(name)
-                self._index[name] = object.size_bytes
-                self._used += size
         except TierFault as fault:
             if fault.reason is FaultReason.IO:
                 await self._is_gone(slot)
             raise
         finally:
+            if written and self._slot is slot:  # also where nobody waits for it any more
+                self._forget(name)
+                self._index[name] = object.size_bytes
+                self._used += size
             del self._coming[name]
             ended.set_result(None)
 
-    def _write(self, cancelled: Cancelled, slot: Slot, object: ObjectName, data: Sequence[memoryview]) -> None:
+    def _write(
+        self, cancelled: Cancelled, slot: Slot, object: ObjectName, data: Sequence[memoryview], written: list[bool]
+    ) -> None:
         slot.check()  # or it goes where another server is, and nobody counts it
         aside = slot.aside / f"{object.name}.{next(self._numbers)}"
         write_object(slot.path(object.name), aside, object, data, self._direct, cancelled, self._mark)
+        written.append(True)
 
     async def _make_room(self, slot: Slot, size: int, name: str) -> None:
         """Evicts until the object fits and claims its bytes, one call after the other: what others were promised is not

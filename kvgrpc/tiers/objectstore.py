@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -47,6 +49,7 @@ PARTS_AT_ONCE = 2
 PROBES_MOST = 64
 RETRIES = 2
 """Of a request that met a dropped connection or a 5xx."""
+FOLDER = "file://"
 STORES: Any = {"file": LocalStore, "s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
 
@@ -56,8 +59,10 @@ _list: Any = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnkn
 
 def open_store(url: str, deadline_s: float, plain_http: bool) -> ObjectStore:
     """Raises BaseError, OSError or ValueError: the store cannot be had, or not yet."""
-    if url.startswith("file:"):
-        return STORES["file"].from_url(url, mkdir=True)
+    if url.startswith(FOLDER):
+        if not os.path.isdir(unquote(url.removeprefix(FOLDER))):  # one that is made may be where another is mounted
+            raise OSError(errno.ENOENT, f"the folder of {url} is not there; the server never makes it")
+        return STORES["file"].from_url(url)
     client: ClientConfig = {  # what is given here hides the variables of obstore
         "connect_timeout": timedelta(seconds=2),
         "timeout": timedelta(seconds=deadline_s),
@@ -93,15 +98,20 @@ class ObjectStoreTier(RemoteTier):
         self._writes = asyncio.Semaphore(WRITES_MOST)
         self._probes = asyncio.Semaphore(PROBES_MOST)
         self._copies = ThreadPoolExecutor(2, thread_name_prefix="kvgrpc-objects")
+        self._looks = ThreadPoolExecutor(1, thread_name_prefix="kvgrpc-objects-folder")
         self._rooms = Rooms()
 
-    def _opened(self) -> ObjectStore:
-        if self._store is None:
-            try:
+    async def _opened(self) -> ObjectStore:
+        """A folder each time, since it may have gone: a write would make it."""
+        try:
+            if self._url.startswith(FOLDER):
+                looking = self._looks.submit(open_store, self._url, self._deadline_s, self._plain_http)
+                return await asyncio.wrap_future(looking)
+            if self._store is None:
                 self._store = open_store(self._url, self._deadline_s, self._plain_http)
-            except (BaseError, OSError, ValueError) as error:
-                raise _fault(error, self._url) from error
-        return self._store
+            return self._store
+        except (BaseError, OSError, ValueError) as error:
+            raise _fault(error, self._url) from error
 
     # ---- Tier ----
 
@@ -115,7 +125,7 @@ class ObjectStoreTier(RemoteTier):
     async def _size(self, name: str) -> int:
         """Bytes of what is kept under this name; -1: nothing is."""
         try:
-            return (await obstore.head_async(self._opened(), object_key(name)))["size"]
+            return (await obstore.head_async(await self._opened(), object_key(name)))["size"]
         except FileNotFoundError:
             return -1
         except (BaseError, OSError, ValueError) as error:
@@ -163,7 +173,7 @@ class ObjectStoreTier(RemoteTier):
             if tag is not None:
                 options["if_match"] = tag
             try:
-                got = await obstore.get_async(self._opened(), object_key(object.name), options=options)
+                got = await obstore.get_async(await self._opened(), object_key(object.name), options=options)
                 self._check_size(object, got.meta["size"], start)
                 return memoryview(await got.bytes_async()), got.meta["e_tag"]
             except FileNotFoundError:
@@ -200,7 +210,7 @@ class ObjectStoreTier(RemoteTier):
             self._written(object)
 
     async def _put(self, name: str, pieces: Iterator[memoryview], whole: int) -> None:
-        store, key = self._opened(), object_key(name)
+        store, key = await self._opened(), object_key(name)
         if whole <= PART_BYTES:
             await obstore.put_async(store, key, next(pieces), use_multipart=False)
         else:
@@ -211,7 +221,7 @@ class ObjectStoreTier(RemoteTier):
         if size < 0:
             return
         try:
-            await obstore.delete_async(self._opened(), object_key(name))
+            await obstore.delete_async(await self._opened(), object_key(name))
         except FileNotFoundError:
             return
         except (BaseError, OSError, ValueError) as error:
@@ -220,7 +230,7 @@ class ObjectStoreTier(RemoteTier):
 
     async def _count(self) -> AsyncIterator[int]:
         try:
-            async for page in _list(self._opened(), prefix="objects", chunk_size=1000):
+            async for page in _list(await self._opened(), prefix="objects", chunk_size=1000):
                 yield sum(facts["size"] for facts in page)
         except FileNotFoundError:
             return
@@ -229,7 +239,8 @@ class ObjectStoreTier(RemoteTier):
 
     async def close(self) -> None:
         await self._usage.close()
-        await asyncio.to_thread(self._copies.shutdown)
+        for pool in (self._copies, self._looks):
+            await asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
 
 
 class Rooms:

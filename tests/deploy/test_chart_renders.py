@@ -84,6 +84,38 @@ def test_what_is_rendered_is_valid(kubernetes: str, example: Path | None) -> Non
         kubernetes_validate.validate(manifest, kubernetes.removesuffix(".0"), strict=True)
 
 
+@pytest.mark.parametrize("name", ["123", "on", "null"])
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_names_that_read_as_something_else_stay_names(name: str, mode: str) -> None:
+    """YAML takes them for numbers and the like, and an API server takes none of these for a name."""
+    texts = ["nameOverride", "priorityClassName", "serviceAccountName", "engine.container", "cards.runtimeClassName"]
+    texts += ["valkey.secretName", "valkey.caSecretName", "objectStore.secretName", "access.secretName", "hostname"]
+    texts += ["access.tokenSecretName"]
+    plain: dict[str, object] = {
+        "mode": mode,
+        "cards_enabled": "true",
+        "valkey_url": "valkeys://v",
+        "metrics_enabled": "true",
+    }
+    plain |= {"objectStore_url": "s3://b"}
+    if mode == "daemonset":
+        texts += ["tls.secretName", "tls.clientSecretName", "tls.serverName"]
+        plain |= {"discovery": "hostPort", "tls_clientCertificates": "true", "arena_persist": "true"}
+    strings = [part for each in texts for part in ("--set-string", f"{each}={name}")]
+    manifests = render(*values(**plain), *strings, release=name)
+    engine = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engine"}, "spec": patched_engine(manifests)}
+    for manifest in [*manifests, *inner(manifests), engine]:
+        kubernetes_validate.validate(manifest, KUBERNETES[-1].removesuffix(".0"), strict=True)
+    assert {str(one["metadata"]["labels"]["app.kubernetes.io/instance"]) for one in manifests} == {name}
+
+
+def test_the_small_engine_runs_where_a_server_does() -> None:
+    manifests = render("--values", str(CHART / "examples/tuned.yaml"))
+    server, engine = of_kind(manifests, "DaemonSet")["spec"]["template"]["spec"], of_kind(manifests, "Pod")["spec"]
+    for where in ("affinity", "tolerations", "imagePullSecrets", "priorityClassName"):
+        assert engine[where] == server[where]
+
+
 def test_an_older_kubernetes_is_refused() -> None:
     assert "kubeVersion" in template("--kube-version", "1.28.0").stderr
 
@@ -336,6 +368,7 @@ def test_notes_say_how_to_connect(sets: dict[str, str]) -> None:
     assert ("hostPath" in notes) is ("mode" not in sets)
     assert ("no public registry" in notes) is ("image_repository" not in sets)
     assert ("helm uninstall" in notes) is (sets == {"arena_persist": "true"})
+    assert "replaces the pod's own supplementalGroups" in notes
 
 
 def test_the_patch_leaves_the_engines_own_settings() -> None:

@@ -18,6 +18,12 @@ from tests.served import wait_until
 from tests.tiers.stores import Store
 
 
+def shared_folder(folder: Path) -> str:
+    """The URL of an object store in a folder, which the server never makes."""
+    folder.mkdir(exist_ok=True)
+    return folder.as_uri()
+
+
 class RemoteServer(DiskServer):
     """Without a disk. The prefetch wait is as long as there, and the tier's deadline is short."""
 

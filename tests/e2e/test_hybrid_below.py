@@ -12,7 +12,7 @@ import pytest
 from tests.e2e import hybrid_server
 from tests.e2e.disk_server import DiskServer
 from tests.e2e.hybrids import FLAGS, hybrid_engine
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import RemoteServer, shared_folder
 from tests.e2e.test_mooncake_server import flags
 from tests.tiers.mooncakes import mooncake, variables
 from tests.tiers.stores import keys, valkey_program
@@ -29,7 +29,8 @@ def test_they_come_back_from_a_disk_after_a_kill(disk: DiskServer) -> None:
 
 
 def test_they_come_back_from_an_object_store(tmp_path: Path) -> None:
-    with contextlib.closing(RemoteServer(tmp_path, "--object-store-url", (tmp_path / "objects").as_uri())) as server:
+    url = shared_folder(tmp_path / "objects")
+    with contextlib.closing(RemoteServer(tmp_path, "--object-store-url", url)) as server:
         hybrid_server.hybrids_come_back_after_a_kill(server)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e import crowds, remote_server
 from tests.e2e.disk_server import CHUNKS, engine
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import RemoteServer, shared_folder
 from tests.served import wait_until
 from tests.tiers.mooncakes import Mooncake, Spoiler, mooncake, variables
 
@@ -27,7 +27,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mooncake]
 
 
 def flags(tmp_path: Path, store: Mooncake) -> tuple[str, ...]:
-    versions = (tmp_path / "of-all-servers").as_uri()
+    versions = shared_folder(tmp_path / "of-all-servers")
     return ("--mooncake-master", store.master, "--versions-url", versions, "--tier-deadline-ms", "8000")
 
 
@@ -134,7 +134,7 @@ def test_a_server_ends_in_order_while_the_store_stands_still(server: RemoteServe
 def test_a_master_that_talks_nonsense_does_not_end_the_server(tmp_path: Path, store: Mooncake, seed: int) -> None:
     """The library lives in the server's process: answers of the master have flipped bits, for many calls."""
     with Spoiler(store.port, seed) as between:
-        versions = (tmp_path / "v").as_uri()
+        versions = shared_folder(tmp_path / "v")
         given = ("--mooncake-master", f"127.0.0.1:{between.port}", "--versions-url", versions)
         with contextlib.closing(RemoteServer(tmp_path, *given, "--tier-deadline-ms", "1000")) as server:
             server.start()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import crowds, remote_server
 from tests.e2e.disk_server import CHUNKS, engine
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import RemoteServer, shared_folder
 from tests.tiers.stores import BUCKET, Moto, moto
 
 URL = f"s3://{BUCKET}/kv"
@@ -34,7 +34,8 @@ def server(tmp_path: Path) -> Iterator[RemoteServer]:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[RemoteServer]:
-    with contextlib.closing(RemoteServer(tmp_path, "--object-store-url", (tmp_path / "objects").as_uri())) as one:
+    url = shared_folder(tmp_path / "objects")
+    with contextlib.closing(RemoteServer(tmp_path, "--object-store-url", url)) as one:
         yield one
 
 
@@ -104,7 +105,7 @@ def test_deleted_behind_its_back(local: RemoteServer) -> None:
 
 
 def test_two_servers_are_one_cache(tmp_path: Path) -> None:
-    flags = ("--object-store-url", (tmp_path / "objects").as_uri())
+    flags = ("--object-store-url", shared_folder(tmp_path / "objects"))
     a, b = RemoteServer(tmp_path, *flags, name="a"), RemoteServer(tmp_path, *flags, name="b")
     with contextlib.closing(a), contextlib.closing(b):
         a.start()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e import crowds, remote_server
 from tests.e2e.disk_server import CHUNKS, engine
-from tests.e2e.remote_server import RemoteServer
+from tests.e2e.remote_server import RemoteServer, shared_folder
 from tests.served import wait_until
 from tests.tiers.stores import Keys, cluster, keys, redis_program, valkey_program
 
@@ -107,7 +107,7 @@ def test_deleted_behind_its_back(server: RemoteServer, store: Keys) -> None:
 
 def test_with_an_object_store_below_it(tmp_path: Path, store: Keys) -> None:
     """Both are written; what one has lost the other has."""
-    flags = ("--valkey-url", store.url, "--object-store-url", (tmp_path / "objects").as_uri())
+    flags = ("--valkey-url", store.url, "--object-store-url", shared_folder(tmp_path / "objects"))
     with contextlib.closing(RemoteServer(tmp_path, *flags)) as server:
         server.start()
         with engine(server.address) as one:

@@ -63,6 +63,7 @@ def facts(
             prefix_caching_hash_algo=changes.get("algorithm", "sha256"),
             cache_dtype=changes.get("kv", "auto"),
             kv_cache_dtype_skip_layers=changes.get("unquantized", []),
+            enable_prefix_caching=changes.get("prefix_caching", True),
         ),
         load_config=Config(load_format=changes.get("load", "auto")),
         device_config=Config(device_type=changes.get("device", "cpu")),
@@ -94,6 +95,10 @@ def facts(
     )
     kv = Config(kv_cache_groups=groups, num_blocks=10, kv_cache_layout="LBHNC", hash_block_size=32)
     return facts_of(config, kv, namespace, hashes, seed, changes.get("version", "0.32.0"))
+
+
+def images(**given: Any) -> Any:
+    return Config(mm_processor_cache_gb=4, **given)
 
 
 def speculative(method: str, drafter: str = "org/drafter", heads: int = 2) -> Any:
@@ -130,10 +135,10 @@ def test_the_same_engine_twice_shares_whatever_its_number_of_blocks():
         {"longest": 131_072},  # LongRoPE turns keys by other factors
         {"asked": -1},
         {"generation": {"attn_temperature_tuning": True}},
-        {"media": Config(mm_processor_kwargs={"do_rescale": False})},
-        {"media": Config(media_io_kwargs={"video": {"num_frames": 8}})},
-        {"media": Config(video_pruning_rate=0.5, video_pruning_method="evs")},  # other tokens of a video are left
-        {"media": Config(mm_encoder_attn_dtype="fp8")},
+        {"media": images(mm_processor_kwargs={"do_rescale": False})},
+        {"media": images(media_io_kwargs={"video": {"num_frames": 8}})},
+        {"media": images(video_pruning_rate=0.5, video_pruning_method="evs")},  # other tokens of a video are left
+        {"media": images(mm_encoder_attn_dtype="fp8")},
         {"overrides": {"vision_feature_layer": -1}},
         {"architectures": ["OtherForCausalLM"]},
         {"config_path": "/elsewhere"},
@@ -175,19 +180,29 @@ def test_how_weights_get_into_memory_is_no_part_of_the_space():
     assert facts(load="runai_streamer").identity == facts().identity
 
 
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(0, False, False), (0, True, True), (4, False, True), (None, False, True)]
+)
+def test_images_that_vllm_only_counts_are_not_cached(cache_gb: int | None, prefix_caching: bool, named: bool):
+    """Without caches of its own it does not hash them: the first image of each process has one name."""
+    media = Config(mm_processor_cache_gb=cache_gb) if cache_gb is not None else None
+    found = facts(media=media, prefix_caching=prefix_caching)
+    assert (found.media_named, len(found.notes)) == (named, 0 if named else 1)
+
+
 def test_a_changed_configuration_by_a_function_has_one_space_in_all_processes():
     assert len({facts(overrides=lambda hf: hf).identity for _ in range(2)}) == 1
 
 
 def test_images_that_are_processed_alike_have_one_space():
     ways = [{"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}]
-    assert len({facts(media=Config(mm_processor_kwargs=way)).identity for way in ways}) == 1
+    assert len({facts(media=images(mm_processor_kwargs=way)).identity for way in ways}) == 1
     usual: list[Any] = [
         None,
-        Config(mm_processor_kwargs=None, video_pruning_method="evs"),
-        Config(mm_processor_kwargs={}),
+        images(mm_processor_kwargs=None, video_pruning_method="evs"),
+        images(mm_processor_kwargs={}),
     ]
-    usual.append(Config(video_pruning_rate=0.0, video_pruning_method="vidcom2", media_io_kwargs={}))
+    usual.append(images(video_pruning_rate=0.0, video_pruning_method="vidcom2", media_io_kwargs={}))
     assert len({facts(media=media).identity for media in usual}) == 1
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,27 @@ async def test_a_wall_clock_that_is_set_changes_no_order_of_use(
         assert await tier.usage() == 3 * file_bytes(SIZE)
         await write(tier, "e", SIZE)
         assert await tier.exists([one.name for one in (a, c, d)]) == [True, False, True]
+
+
+async def test_a_write_that_ends_after_its_deadline_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk the last step of a write is under way when nobody waits for it any more: the file is there all the
+    same, and with many of them the folder grew beyond its limit."""
+    begun, go_on, real = threading.Event(), threading.Event(), disk_files._write_step
+
+    def slow(*args: Any) -> int:
+        begun.set()
+        assert go_on.wait(30)
+        return real(*args)
+
+    async with opened(tmp_path / "d") as tier:
+        await tier.usage()
+        monkeypatch.setattr(disk_files, "_write_step", slow)
+        writing = asyncio.create_task(write(tier, "a", SIZE))
+        assert await asyncio.to_thread(begun.wait, 30)
+        writing.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert len(files(tmp_path / "d")) == 1
+        assert await tier.usage() == file_bytes(SIZE)

@@ -68,7 +68,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestLocalFolder(TierConformance):
     @pytest.fixture
     async def tier(self, tmp_path: Path) -> AsyncIterator[ObjectStoreTier]:
-        self.folder = tmp_path / "new" / "objects of ours"
+        self.folder = tmp_path / "objects of ours"
+        self.folder.mkdir()
         tier = ObjectStoreTier(self.folder.as_uri())
         yield tier
         await tier.close()

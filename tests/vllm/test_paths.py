@@ -6,6 +6,8 @@ from __future__ import annotations
 import signal
 import time
 from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,3 +216,11 @@ def test_nothing_is_looked_up_for_a_request_whose_every_token_is_computed(bench:
 def test_what_other_connectors_of_a_pipeline_tell_each_other_does_not_concern_this_one(bench: Bench):
     """A MultiConnector tells all; vLLM's own answer is an exception, for a stage behind the first."""
     bench.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object(), (1, 0): object()})
+
+
+def test_an_image_that_vllm_only_counts_keeps_its_request_out(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    connector, picture = bench.engine.connector, SimpleNamespace(mm_features=[object()])
+    assert connector._lora_of(picture) == ""  # named by its content in the block hashes
+    monkeypatch.setattr(connector, "_facts", replace(connector._facts, media_named=False))
+    assert connector._lora_of(picture) is None
+    assert connector._lora_of(SimpleNamespace(mm_features=[])) == ""

@@ -221,6 +221,8 @@ class KvgrpcConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _lora_of(self, request: Any) -> str | None:
+        if request.mm_features and not self._facts.media_named:
+            return None
         if not self._facts.own_hashes:
             return ""  # vLLM's block hashes contain all of it
         if request.mm_features or request.prompt_embeds is not None:

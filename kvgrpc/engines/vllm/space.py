@@ -39,6 +39,10 @@ MEDIA = (
     "mm_encoder_fp8_scale_path",
 )
 """Of vLLM's options for images and the like, those that change what its layers see; none of them is usual."""
+UNNAMED = (
+    "with --mm-processor-cache-gb 0 and without prefix caching vLLM counts images and the like instead of hashing "
+    "them: requests with any are not cached"
+)
 NOTED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 """See ``_architecture``."""
 SEEDLESS = "xxhash"
@@ -56,6 +60,8 @@ class Facts:
     groups: Groups
     hash_block_size: int
     own_hashes: bool
+    media_named: bool
+    """Whether block hashes name images and the like by their content; else requests with any must not be cached."""
     ahead: int
     strategy: ParallelStrategy
     notes: tuple[str, ...] = ()
@@ -75,6 +81,7 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
     is_mla = all(name_of(spec) == "MLAAttentionSpec" for spec in specs)
     model, cache = config.model_config, config.cache_config
     own_hashes, notes = _hashing(str(cache.prefix_caching_hash_algo), hashes, seed)
+    media_named = _names_media(model, cache)
     algorithm = OWN_HASH_ALGORITHM if own_hashes else f"vllm:{cache.prefix_caching_hash_algo}"
     forms = tuple(
         _form(at, group, config, kv_config, f"vllm-{version}-{device}")
@@ -98,9 +105,10 @@ def facts_of(config: Any, kv_config: Any, namespace: str, hashes: str, seed: str
         groups=groups,
         hash_block_size=int(kv_config.hash_block_size or groups.block_size),
         own_hashes=own_hashes,
+        media_named=media_named,
         ahead=int(config.num_prefill_lookahead_tokens),
         strategy=strategy,
-        notes=notes,
+        notes=notes if media_named else (*notes, UNNAMED),
     )
 
 
@@ -257,6 +265,12 @@ def _processing(model: Any) -> str:
     if given["video_pruning_rate"]:
         given["video_pruning_method"] = media.video_pruning_method
     return _said({name: value for name, value in given.items() if value})
+
+
+def _names_media(model: Any, cache: Any) -> bool:
+    """Without caches of its own vLLM saves itself the hashes: the first image of each process has one name then."""
+    media = model.multimodal_config
+    return media is None or media.mm_processor_cache_gb > 0 or bool(cache.enable_prefix_caching)
 
 
 def _drafter(speculative: Any) -> list[object]:

@@ -29,8 +29,8 @@ hostPath:
 {{- end -}}
 
 {{- define "kvgrpc.arena.selector" -}}
-app.kubernetes.io/name: {{ include "kvgrpc.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "kvgrpc.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: arena
 {{- end -}}
 

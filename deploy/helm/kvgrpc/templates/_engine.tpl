@@ -26,7 +26,7 @@
   value: {{ $secrets }}-tls/ca.crt
 {{- with .Values.tls.serverName }}
 - name: KVGRPC_SERVER_NAME
-  value: {{ . }}
+  value: {{ . | quote }}
 {{- end }}
 {{- if .Values.tls.clientCertificates }}
 - name: KVGRPC_CERT_FILE
@@ -86,7 +86,7 @@
 {{- if .Values.tls.secretName }}
 - name: kvgrpc-client-tls
   secret:
-    secretName: {{ .Values.tls.clientSecretName | default .Values.tls.secretName }}
+    secretName: {{ .Values.tls.clientSecretName | default .Values.tls.secretName | quote }}
     items:
       - {key: ca.crt, path: ca.crt}
       {{- if .Values.tls.clientCertificates }}
@@ -97,7 +97,7 @@
 {{- with .Values.access.tokenSecretName }}
 - name: kvgrpc-client-token
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     items: [{key: token, path: token}]
 {{- end }}
 {{- if and (eq .Values.mode "sidecar") .Values.cards.enabled }}
@@ -114,7 +114,7 @@
 {{/* What the pod as a whole needs: the server's group, and outside its own pod the server's host name. */}}
 {{- define "kvgrpc.engine.pod" -}}
 {{- if ne .Values.mode "sidecar" -}}
-hostname: {{ include "kvgrpc.hostname" . }}
+hostname: {{ include "kvgrpc.hostname" . | quote }}
 {{ else if .Values.cards.enabled -}}
 shareProcessNamespace: true
 {{ end -}}
@@ -146,7 +146,7 @@ spec:
           {{- include "kvgrpc.sidecar.container" . | nindent 10 }}
       {{- end }}
       containers:
-        - name: {{ .Values.engine.container }}
+        - name: {{ .Values.engine.container | quote }}
           env:
             {{- include "kvgrpc.engine.env" . | nindent 12 }}
           volumeMounts:

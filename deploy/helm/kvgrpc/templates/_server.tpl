@@ -141,12 +141,12 @@ volumeMounts:
 {{- with .Values.tls.secretName -}}
 - name: kvgrpc-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
 {{ end -}}
 {{- with .Values.access.secretName -}}
 - name: kvgrpc-access
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     items: [{key: access.json, path: access.json}]
 {{ end -}}
 {{- include "kvgrpc.tiers.volumes" . | trim -}}

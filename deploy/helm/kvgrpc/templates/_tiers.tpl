@@ -72,7 +72,7 @@
 {{- define "kvgrpc.tiers.secret" -}}
 - name: {{ index . 1 }}
   valueFrom:
-    secretKeyRef: {name: {{ index . 0 }}, key: {{ index . 1 }}{{ if index . 2 }}, optional: true{{ end }}}
+    secretKeyRef: {name: {{ index . 0 | quote }}, key: {{ index . 1 }}{{ if index . 2 }}, optional: true{{ end }}}
 {{- end -}}
 
 {{- define "kvgrpc.tiers.volumeMounts" -}}
@@ -90,7 +90,7 @@
 {{- with $tier.caSecretName }}
 - name: kvgrpc-{{ $name }}-ca
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
     items: [{key: ca.crt, path: ca.crt}]
 {{- end }}
 {{- end }}
