@@ -73,7 +73,7 @@ def host_findings() -> Iterator[Finding]:
     if locked == resource.RLIM_INFINITY:
         yield _ok("memlock", "unlimited")
     else:
-        text = f"{format_size(locked)}: NVIDIA's driver does not count it, others may; raise it if pinning fails"
+        text = f"{format_size(locked)}: NVIDIA's driver does not count it, others may; if pinning fails raise it (ulimit -l, LimitMEMLOCK)"
         yield _warn("memlock", text)
     huge = free_huge_pages()
     yield _ok(
