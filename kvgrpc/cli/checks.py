@@ -76,8 +76,8 @@ def host_findings() -> Iterator[Finding]:
     if locked == resource.RLIM_INFINITY:
         yield _ok("memlock", "unlimited")
     else:
-        text = f"{format_size(locked)}: NVIDIA's driver does not count it, others may; raise it if pinning fails"
-        yield _warn("memlock", text)
+        text = "NVIDIA's driver does not count it, others may; if pinning fails, raise it (ulimit -l, LimitMEMLOCK)"
+        yield _warn("memlock", f"{format_size(locked)}: {text}")
     huge = free_huge_pages()
     yield _ok(
         "huge pages", f"{format_size(huge)} reserved and free" if huge else "none reserved; --huge-pages needs some"

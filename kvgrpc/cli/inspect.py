@@ -90,7 +90,7 @@ def inspect(
     for one in found:
         console.print(_screen(one), highlight=False)
     if not number:
-        click.echo("nothing is cached: no space has data in L1")
+        click.echo("no space has data in L1, and lower tiers are asked only of spaces that have")
     if number > len(found):
         click.echo(
             f"{number - len(found)} other spaces were not asked: of another model, adapter or salt (--model, --lora, "

@@ -6,6 +6,7 @@ Takes torch tensors and everything with ``__cuda_array_interface__``, and import
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,17 +168,19 @@ def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes:
         raise NotShareableError(
             f"{what} has shape {array.shape}: axis {form.block_axis} has no {form.num_blocks} blocks"
         )
+    others = {axis: array.shape[axis] for axis in axes if axis != form.block_axis}
+    if form.token_axis is not None and others.get(form.token_axis) != form.block_size:
+        raise NotShareableError(
+            f"{what} has shape {array.shape}: axis {form.token_axis} is not the {form.block_size} tokens of a block"
+        )
     if any(stride < 0 for stride in array.strides):
         raise NotShareableError(f"{what} has negative strides {array.strides}")
-    kept = [axis for axis in axes if axis != form.block_axis and (array.shape[axis] > 1 or axis == form.token_axis)]
-    rest = sorted((array.strides[axis], axis != form.token_axis, axis) for axis in kept)
+    rest = sorted((array.strides[axis], axis) for axis in axes if axis != form.block_axis and array.shape[axis] > 1)
+    inside = rest if form.token_axis is None else [one for one in rest if _is_inside(one, array, form.token_axis)]
     run = array.item_bytes
-    whole = form.token_axis is None
-    while rest and rest[0][0] == run and (form.token_axis is None or not whole):
-        *_, axis = rest.pop(0)
-        run *= array.shape[axis]
-        whole = whole or axis == form.token_axis
-    if not whole or len(rest) > 2:
+    while rest and rest[0][0] == run and rest[0] in inside:
+        run *= array.shape[rest.pop(0)[1]]
+    if (form.token_axis is not None and set(inside) & set(rest)) or len(rest) > 2:
         raise NotShareableError(
             f"{what}: a block's bytes lie in too many pieces (shape {array.shape}, strides in bytes {array.strides})"
         )
@@ -187,6 +190,13 @@ def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes:
     ]
     stride = array.strides[form.block_axis]
     return api.Runs(memory_index, base_bytes, layers, layer_stride, planes, plane_stride, stride, run)
+
+
+def _is_inside(axis: tuple[int, int], array: _Array, token_axis: int) -> bool:
+    """Whether a run goes along this (stride, axis): the tokens', or one inside of a token. Where a block has one token
+    its axis has the stride that it would have with more; some arrays say 0, and then the order of the axes counts."""
+    within = math.prod(array.shape[token_axis + 1 :]) * array.item_bytes
+    return axis[1] == token_axis or axis[0] < (array.strides[token_axis] or within)
 
 
 def _merged(runs: Sequence[api.Runs]) -> tuple[api.Runs, ...]:

@@ -17,18 +17,15 @@ L1_DEFAULT_SHARE = 0.5
 def choose_l1_size(asked_bytes: int | None, available_bytes: int, page_bytes: int, *, huge_pages: bool = False) -> int:
     """Bytes of L1: as asked, else half of what is available, up to the cap. SettingsError if it does not fit."""
     kind = "reserved huge pages (vm.nr_hugepages)" if huge_pages else "memory"
+    more = f"give the container or machine more {kind}"
     there = f"{format_size(available_bytes)}{f' of {kind}' if huge_pages else ''} are available"
     if asked_bytes is None:
         chosen = min(L1_DEFAULT_CAP, int(available_bytes * L1_DEFAULT_SHARE)) // MIB * MIB
         if chosen < page_bytes:
-            text = f"only {format_size(available_bytes)} of {kind} are available: too little for any L1; give more"
-            raise SettingsError(text)
+            raise SettingsError(f"only {there}: too little for any L1; {more}")
         return chosen
     if asked_bytes > available_bytes:
-        raise SettingsError(
-            f"--l1-size: {format_size(asked_bytes)} do not fit, {there}; "
-            f"ask for less, or give the container or machine more {kind}"
-        )
+        raise SettingsError(f"--l1-size: {format_size(asked_bytes)} do not fit, {there}; ask for less, or {more}")
     if asked_bytes < page_bytes:
         raise SettingsError(
             f"--l1-size: {format_size(asked_bytes)} is less than one page (--page-size, {format_size(page_bytes)})"

@@ -65,14 +65,27 @@ def test_blocks_outermost(memory: fake.CardMemory) -> None:
     )
 
 
-def test_blocks_of_one_token(memory: fake.CardMemory) -> None:
+def test_planes_of_one_token(memory: fake.CardMemory) -> None:
     """Found by review: a run was one number, where a token axis of one was named."""
-    form = KvForm(1, 8, token_axis=1, heads=2, head_dim=4)
-    assert runs(Tensor(memory.pointer, (8, 1, 2, 4)), form=form) == (Runs(0, 0, 1, 0, 1, 0, 16, 16),)
     planes = KvForm(1, 8, token_axis=2, heads=2, head_dim=4)
     assert runs(Tensor(memory.pointer, (8, 2, 1, 2, 4)), form=planes) == (Runs(0, 0, 1, 0, 2, 16, 32, 16),)
     first = KvForm(1, 8, block_axis=1, token_axis=2, heads=2, head_dim=4)
     assert runs(Tensor(memory.pointer, (2, 8, 1, 2, 4)), form=first) == (Runs(0, 0, 1, 0, 2, 128, 16, 16),)
+@pytest.mark.parametrize("strides", [None, (32, 0, 16, 2)], ids=["", "the tokens' is 0, as of a new axis"])
+def test_blocks_of_one_token(memory: fake.CardMemory, strides: tuple[int, ...] | None) -> None:
+    """A run is all of the token: engines with longer blocks have the same form."""
+    (one,) = runs(Tensor(memory.pointer, (8, 1, 2, 8), strides), form=KvForm(1, 8, token_axis=1, heads=2, head_dim=8))
+    assert one == Runs(0, 0, 1, 0, 1, 0, 32, 32)
+    (longer,) = runs(Tensor(memory.pointer, (8, 16, 2, 8)), form=KvForm(16, 8, token_axis=1, heads=2, head_dim=8))
+    assert (longer.layers, longer.planes, longer.run_bytes) == (1, 1, 16 * 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_heads_outside_of_tokens(memory: fake.CardMemory, tokens: int) -> None:
+    """Each head's tokens are a run, however many there are in a block."""
+    form = KvForm(tokens, 8, token_axis=2, heads=2, head_dim=8)
+    (one,) = runs(Tensor(memory.pointer, (8, 2, tokens, 8)), form=form)
+    assert (one.layers, one.planes, one.plane_stride_bytes, one.run_bytes) == (1, 2, tokens * 16, tokens * 16)
 
 
 def test_layers_planes_blocks_in_one_tensor(memory: fake.CardMemory) -> None:
@@ -98,6 +111,12 @@ def test_a_view_with_room_between_its_blocks(memory: fake.CardMemory) -> None:
 def test_what_cannot_be_shared_is_refused_in_words(memory: fake.CardMemory, tensor: Any, said: str) -> None:
     with pytest.raises(NotShareableError, match=said):
         kv_layout([tensor(memory.pointer)], FORM)
+
+
+@pytest.mark.parametrize("axis", [0, 2, 3, -2])
+def test_a_token_axis_that_is_none_is_refused_in_words(memory: fake.CardMemory, axis: int) -> None:
+    with pytest.raises(NotShareableError, match=rf"axis {axis} is not the 16 tokens of a block"):
+        kv_layout([Tensor(memory.pointer, (16, 16, 4))], KvForm(16, 8, token_axis=axis, heads=1, head_dim=4))
 
 
 def test_groups_in_one_memory(memory: fake.CardMemory) -> None:

@@ -125,7 +125,7 @@ async def test_a_server_that_has_some_ranks_of_an_engine_only(tmp_path: Path) ->
 async def test_an_empty_cache_is_said_to_be_one(tmp_path: Path) -> None:
     async with local_server(tmp_path) as server:
         where = ("--address", server.address)
-        said = "nothing is cached: no space has data in L1\n"
+        said = "no space has data in L1, and lower tiers are asked only of spaces that have\n"
         assert await kvgrpc("inspect", "-", *where, stdin="1") == (0, said, "")
         assert await kvgrpc("inspect", "-", "--json", *where, stdin="1") == (0, "[]\n", "")
 

@@ -59,6 +59,14 @@ def test_without_a_server_it_says_so(tmp_path: Path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_server_whose_chunks_do_not_fit_is_told_in_a_sentence(tmp_path: Path):
+    with serving("--l1-size", "64MiB", "--chunk-tokens", "100") as server:
+        done = run_demo("--address", server.address, folder=tmp_path)
+    assert done.returncode == 1
+    assert "Error: no session with" in done.stderr and "block_size 16 must divide chunk_tokens 100" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_server_that_ends_at_once_is_told_apart_with_its_reason(tmp_path: Path):
     done = run_demo(folder=tmp_path, KVGRPC_L1_SIZE="900TiB")
     assert done.returncode == 1

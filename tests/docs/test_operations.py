@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
+import click
+
+from kvgrpc.cli.root import main
 from kvgrpc.config.places import default_socket_path
 from kvgrpc.config.settings import Settings
+from kvgrpc.runtime.recorder import END_S
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
@@ -49,6 +55,21 @@ def test_the_three_default_places_are_described(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda *_: False)
     temporary = str(default_socket_path({}).relative_to(tempfile.gettempdir()))
     assert f"`{temporary.replace('12345', 'UID')}`" in OPERATIONS
+
+
+def test_the_unit_of_systemd_is_one_that_starts_and_ends():
+    """Its command is understood, the default socket is in its folder, and it ends before it is killed."""
+    unit = configparser.ConfigParser()
+    unit.read_string(re.findall(r"^```ini\n(.*?)^```$", OPERATIONS, re.MULTILINE | re.DOTALL)[0])
+    service = unit["Service"]
+    _, *words = shlex.split(service["ExecStart"])
+    context = click.Context(main)
+    command = main.get_command(context, words[0])
+    assert command is not None and command.make_context(words[0], words[1:])
+    assert f"/run/{service['RuntimeDirectory']}/kvgrpc.sock" in OPERATIONS
+    settings = Settings()
+    ends_s = (settings.drain_ms + settings.flush_ms) / 1000 + END_S
+    assert int(service["TimeoutStopSec"]) > ends_s
 
 
 def test_all_field_reports_are_mapped():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import click
 import torch
 
 from kvgrpc.cli.demo.paged import BlockPool, PoolShape
@@ -32,7 +33,7 @@ WAIT_S = 30.0
 REQUEST_ID = "demo"
 
 
-class CacheError(Exception):
+class CacheError(click.ClickException):
     """The server could not be used; the message says why."""
 
 
