@@ -186,7 +186,7 @@ def _runs(what: str, array: _Array, form: KvForm, memory_index: int, base_bytes:
         )
     (layers, layer_stride), (planes, plane_stride) = [
         *[(1, 0)] * (2 - len(rest)),
-        *[(array.shape[axis], stride) for stride, _, axis in reversed(rest)],
+        *[(array.shape[axis], stride) for stride, axis in reversed(rest)],
     ]
     stride = array.strides[form.block_axis]
     return api.Runs(memory_index, base_bytes, layers, layer_stride, planes, plane_stride, stride, run)

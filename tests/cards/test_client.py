@@ -71,6 +71,8 @@ def test_planes_of_one_token(memory: fake.CardMemory) -> None:
     assert runs(Tensor(memory.pointer, (8, 2, 1, 2, 4)), form=planes) == (Runs(0, 0, 1, 0, 2, 16, 32, 16),)
     first = KvForm(1, 8, block_axis=1, token_axis=2, heads=2, head_dim=4)
     assert runs(Tensor(memory.pointer, (2, 8, 1, 2, 4)), form=first) == (Runs(0, 0, 1, 0, 2, 128, 16, 16),)
+
+
 @pytest.mark.parametrize("strides", [None, (32, 0, 16, 2)], ids=["", "the tokens' is 0, as of a new axis"])
 def test_blocks_of_one_token(memory: fake.CardMemory, strides: tuple[int, ...] | None) -> None:
     """A run is all of the token: engines with longer blocks have the same form."""
