@@ -82,8 +82,9 @@ class Engine:
         os.close(descriptor)
         for client in (self.scheduler, self.worker):
             if not client.start(wait_s=10):  # never raises: later calls would be misses until the server is there
-                self.close()  # what is wrong is in client.problem, and was logged
-                sys.exit(f"gave up on {address}: is a server running there (kvgrpc serve), for this user?")
+                problem = client.problem
+                self.close()
+                sys.exit(f"gave up on {address}: {problem}")
 
     def digest(self, blocks: list[int]) -> str:
         starts = (plane * PLANE_BYTES + b * RUN_BYTES for plane in range(LAYERS * PLANES) for b in blocks)
