@@ -80,8 +80,9 @@ class Lookups:
         counters["hit_tokens"] += count * limits.chunk_tokens
         wait_ns = limits.prefetch_wait_ns + limits.prefetch_wait_token_ns * (len(keys) - count) * limits.chunk_tokens
         wait_ns = command.prefetch_wait_ns or min(wait_ns, limits.prefetch_wait_most_ns)
-        begins = prefetches and pinned
-        limited_by = self._prefetcher.begin(job, want, now, wait_ns, count) if begins else LIMIT * prefetches
+        limited_by: str | None = LIMIT if prefetches else ""
+        if prefetches and pinned:
+            limited_by = self._prefetcher.begin(job, want, now, wait_ns, count)
         if limited_by is None:
             return job.answer(command.fingerprint)
         if not count:

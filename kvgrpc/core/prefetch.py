@@ -50,6 +50,8 @@ class Prefetcher:
         self._by_slot: dict[Slot, Read] = {}
         self._aims = Aims(ledger, index, self._by_slot)
         self.reading_bytes = 0
+        self._names = 0
+        """That the tiers were asked for by pending jobs."""
         self.blocked: OrderedDict[Job, None] = OrderedDict()
         """Jobs that plan on when reads end."""
         self._deadlines: list[tuple[int, int]] = []
@@ -64,8 +66,7 @@ class Prefetcher:
         forms, needs = facts.forms, facts.needs
         if any(rank not in forms for rank in job.lease.ranks):
             return ""  # nobody has said yet how long the objects are
-        names = sum([len(p.probed) + len(p.where) for one in self.pending.values() if (p := one.prefetch)])
-        if names * NAME_BYTES > limits.records_bytes:
+        if self._names * NAME_BYTES > limits.records_bytes:
             return LIMIT
         keys = [part_keys(job.keys, part) for part in range(len(needs))]
         lows = [need.first(first + 1, limits.chunk_tokens) if need.window else first for need in needs]
@@ -83,6 +84,7 @@ class Prefetcher:
                 break
         job.prefetch = prefetch
         self.pending[prefetch.probe_id] = job
+        self._names += len(prefetch.probed)
         heapq.heappush(self._deadlines, (now + wait_ns, prefetch.probe_id))
         self._ledger.outbox.append(ProbeTiers(prefetch.probe_id, tuple([name for _, _, name in prefetch.probed])))
         return None
@@ -98,7 +100,6 @@ class Prefetcher:
         prefetch.where = {
             (key, rank): (tier, name) for (key, rank, name), tier in zip(prefetch.probed, found, strict=True) if tier
         }
-        prefetch.probed.clear()
         if job.space.facts.needs != WHOLE:
             self._aim(job, prefetch, prefetch.target)
         self._plan_on(job, prefetch, now)
@@ -316,6 +317,7 @@ class Prefetcher:
         assert prefetch is not None
         job.prefetch = None
         del self.pending[prefetch.probe_id]
+        self._names -= len(prefetch.probed)
         self.blocked.pop(job, None)
         if job.space.facts.needs == WHOLE:
             self._index.use(job.table, job.keys, job.priority)
